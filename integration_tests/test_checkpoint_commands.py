@@ -16,6 +16,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -113,6 +114,55 @@ def test_what_is_handed_on_can_be_loaded(run: Callable[..., Call], user: Path) -
     assert done.returncode == 0, done.stderr
     (user / "model" / "job.yaml").write_text("changed")
     assert run("verify", "model").code == 1
+
+
+COMPILED = """
+import torch
+from lightning.pytorch import LightningModule
+from mine.model import Data, Model
+
+
+class Compiled(Model):
+    '''Its layer is compiled, and computed again in the backward pass.'''
+
+    def __init__(self, width):
+        super().__init__(width)
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        self.layer = torch.compile(checkpoint_wrapper(self.layer), backend="eager")
+"""
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"checkpoint_io": "distributed", "strategy": "fsdp2", "devices": 2},
+        pytest.param({"checkpoint_io": "torch"}, marks=pytest.mark.full),
+        pytest.param({"checkpoint_io": "async"}, marks=pytest.mark.full),
+        pytest.param({"checkpoint_io": {"name": "remote", "url": "file://{}/store"}}, marks=pytest.mark.full),
+        pytest.param({"checkpoint_io": "torch", "strategy": "fsdp", "devices": 2}, marks=pytest.mark.full),
+    ],
+    ids=["distributed", "torch", "async", "remote", "fsdp"],
+)
+def test_what_is_exported_has_the_models_own_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: dict[str, Any]
+) -> None:
+    """Whatever its layers are wrapped in, the weights can be loaded into the model as it was written."""
+    if isinstance(trainer["checkpoint_io"], dict):
+        trainer = {"checkpoint_io": {"name": "remote", "url": trainer["checkpoint_io"]["url"].format(tmp_path)}}
+    settings = TRAINER | {"max_steps": 2} | trainer
+    sections = {"run": {"name": "job"}, "model": {"class": "mine.compiled:Compiled"}, "trainer": settings}
+    job = repository(tmp_path, job=changed(JOB, **sections))
+    (tmp_path / "mine" / "compiled.py").write_text(COMPILED)
+    done = fairlead("fit", str(job), cwd=tmp_path)
+    assert done.code == 0, done.text
+    assert main(["checkpoint", "export", "runs/job", "-o", "model"], environ={}, cwd=tmp_path) == 0, capsys.readouterr()
+    assert main(["checkpoint", "consolidate", "runs/job", "-o", "one.ckpt"], environ={}, cwd=tmp_path) == 0
+    names = {"layer.weight", "layer.bias"}
+    assert set(load_file(tmp_path / "model" / "weights.safetensors")) == names
+    state = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert set(state["state_dict"]) == names
+    assert not [part for part in ("_orig_mod", "_wrapped_module") if part in str(state)]
 
 
 @pytest.mark.slow

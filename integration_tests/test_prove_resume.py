@@ -141,6 +141,45 @@ class Helped(Net):
         loss = super().loss(batch)
         return loss / self.helper.add(loss.item())
 '''
+VALIDATED = '''
+from lightning.pytorch.callbacks import EarlyStopping
+
+
+class Long(Data):
+    """Epochs of 100 batches, and a validation at the end of each."""
+
+    def train_dataloader(self):
+        return DataLoader(Samples([number % 24 for number in range(400)]), batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(Samples(), batch_size=4)
+
+
+class Measured(Net):
+    def validation_step(self, batch, index):
+        self.log("score", self.loss(batch))
+
+
+class Reduced(Measured):
+    """A rate that falls when the score of the validations does not."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, threshold=1e3, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "score"}}
+
+
+class Forgetful(EarlyStopping):
+    """Its count begins anew in each process."""
+
+    resume_attributes = ()
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+'''
 # Attributes are saved with a run, unless their class says otherwise.
 FORGETFUL = "Ema.resume_attributes = Appending.resume_attributes = Helped.resume_attributes = ()\n"
 
@@ -263,6 +302,49 @@ def test_two_ranks_are_proven(tmp_path: Path) -> None:
     assert call.out.startswith(
         "equal in every bit: 2 ranks, killed after step 3, resumed from the checkpoint of step 2"
     )
+
+
+def stopping(cls: str = "lightning.pytorch.callbacks:EarlyStopping") -> dict[str, Any]:
+    return {"callbacks": [{"class": cls, "args": {"monitor": "score", "mode": "max", "patience": 3}}]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("job", "decided"),
+    [
+        (stopping(), "; EarlyStopping decided before the checkpoint and after the resume"),
+        (
+            {"model": "Reduced", "max_epochs": 1},
+            "; ReduceLROnPlateau decided before the checkpoint and after the resume",
+        ),
+        ({"checkpoint": {"monitor": "score"}, "accumulate_grad_batches": 2}, "; evaluations take the best by score"),
+        (
+            stopping() | {"checkpoint": {"monitor": "score"}, "val_check_interval": 25},
+            "; EarlyStopping decided before the checkpoint and after the resume; evaluations take the best by score",
+        ),
+    ],
+    ids=["early stopping", "plateau", "checkpoints", "within an epoch"],
+)
+def test_decisions_by_a_validation_are_in_the_proof(tmp_path: Path, job: dict[str, Any], decided: str) -> None:
+    """The first validation of these jobs comes after 25, 50 or 100 steps; their own limits are not in its way."""
+    call = proved(tmp_path, more=VALIDATED, data="Long", **({"model": "Measured"} | job))
+    assert call.code == 0, call.text
+    said = "equal in every bit: 1 rank, killed after step 5, resumed from the checkpoint of step 4"
+    first, last = call.out.splitlines()
+    assert first == said
+    batches = 6 if "accumulate_grad_batches" in job else 3
+    assert last.startswith(f"compared after 8 steps, in epochs of {batches} batches of 100, each with a validation: ")
+    assert "; with the validations after step 3, 6" in last
+    assert decided in last
+
+
+@pytest.mark.full
+def test_a_callback_that_forgets_its_decisions(tmp_path: Path) -> None:
+    call = proved(tmp_path, more=VALIDATED, data="Long", model="Measured", **stopping("mine:Forgetful"))
+    assert call.code == 1, call.text
+    assert call.out.startswith("the resume differs: 1 rank, killed after step 5, resumed from the checkpoint of step 4")
+    assert re.search(r"not restored: (best_score|wait_count) of the callback Forgetful", call.out), call.out
+    assert "  with:  8 steps, in epochs of 3 batches of 100, each with a validation" in call.out
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,42 @@ def test_module_versions_of_shards_come_back_where_plain_lightning_has_them(fair
     assert fairlead("diff", "sharded", "one.ckpt").code == 0
 
 
+WRAPPED = ("embed._orig_mod.weight", "_fsdp_wrapped_module.low", "head._checkpoint_wrapped_module._orig_mod.weight")
+PLAIN = ["embed.weight", "low", "head.weight"]
+
+
+@pytest.mark.parametrize("to", ["torch", "distributed", "safetensors"])
+@pytest.mark.parametrize("kind", ["torch", "distributed", "tensors of DDP", "a layer called module"])
+def test_names_of_wrappers_are_taken_out(fairlead: Command, tmp_path: Path, kind: str, to: str) -> None:
+    """Of weights and of the parameters of optimizers, in whatever format they were; a user's own `module` stays."""
+    ours = "module." if kind == "a layer called module" else ""
+    names = [f"{ours}{name}" for name in WRAPPED]
+    parameters = {name: torch.nn.Parameter(torch.randn(3)) for name in names}
+    optimizer = torch.optim.SGD(list(parameters.items()), lr=0.1, momentum=0.9)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(3)
+    optimizer.step()
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    state = lightning_state() | {"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}
+    if kind == "distributed":
+        DistributedCheckpointIO(DistributedCheckpointIOConfig()).submit_shards(
+            state, tmp_path / "a", lambda hashes: None, names=[names]
+        )
+    elif kind == "tensors of DDP":
+        torch.save({f"module.{name}": value for name, value in state["state_dict"].items()}, tmp_path / "a")
+    else:
+        torch.save(state, tmp_path / "a")
+    words = ["--weights"] if kind == "tensors of DDP" else []
+    assert fairlead("convert", "a", "b", "--to", to, *words).code == 0
+    assert fairlead("convert", "b", "c", "--to", "torch").code == 0
+    found = load(tmp_path / "c")
+    assert sorted(found["state_dict"]) == sorted(f"{ours}{name}" for name in PLAIN)
+    assert not any(part in (tmp_path / "c").read_bytes() for part in (b"_orig_mod", b"_wrapped_module"))
+    if to != "safetensors" and kind != "tensors of DDP":
+        (group,) = found["optimizer_states"][0]["param_groups"]
+        assert group["param_names"] == [f"{ours}{name}" for name in PLAIN]
+
+
 def test_safetensors_and_back(fairlead: Command, plain: Path, tmp_path: Path) -> None:
     """Tied weights are written once, by the library's own way, which its loader understands."""
     assert fairlead("convert", plain, "w.safetensors", "--to", "safetensors").code == 0

@@ -57,14 +57,22 @@ class LoadedJob:
 
     def placed(self, finding: Finding) -> Finding:
         """The finding with the file and line added to the config path it names."""
-        if not finding.where:
-            return finding
-        first, *others = finding.where.split(", ")
-        if first.replace("[", ".").partition(".")[0] not in JobConfig.model_fields:
-            return finding
+        return dataclasses.replace(finding, where=self.place(finding.where)) if finding.where else finding
+
+    def place(self, where: str) -> str:
+        """A config path with its file and line added; any other place as it is.
+
+        What stands behind the path stays: `trainer.strategy, precision`. A quoted key there is one of the mapping at
+        the path, where it may have dots of its own: `trainer.strategy.plan, 'blocks.*.up'`.
+        """
+        first, *others = where.split(", ")
+        if first.replace("[", ".").partition(".")[0] not in JobConfig.model_fields or ":" in first:
+            return where
         parts = first.replace("[", ".").replace("]", "").split(".")
-        where = ", ".join([self.reason(tuple(int(p) if p.isdecimal() else p for p in parts)), *others])
-        return dataclasses.replace(finding, where=where)
+        path: Place = tuple(int(p) if p.isdecimal() else p for p in parts)
+        if others and others[0][:1] in ("'", '"') and others[0][-1] == others[0][0]:
+            path = (*path, others.pop(0)[1:-1])
+        return ", ".join([self.reason(path), *others])
 
 
 def load_job(

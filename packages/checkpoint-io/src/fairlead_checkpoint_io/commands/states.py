@@ -21,17 +21,54 @@ from fairlead_checkpoint_io.files.shards import read_shards
 from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 from fairlead_checkpoint_io.files.writing import write_state
+from fairlead_distributed.whole import plain_name, plain_state
 from fairlead_runs.commit.files import disk_error
 
 _MODEL: Final = "state_dict"
+_VERSION: Final = "pytorch-lightning_version"
+_DDP: Final = "module."
 _BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
 _LIKE_PARAMETER: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 
 
 def read_any(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
-    """The state of a checkpoint as plain Lightning has it: `state_dict`, `optimizer_states`, loops, ..."""
+    """The state of a checkpoint as plain Lightning has it: `state_dict`, `optimizer_states`, loops, ...
+
+    Weights have the names of the module as it was written, whatever its parts were wrapped in.
+    """
     state: dict[str, Any] = source.format.call(source.format.read, source.content, trust)
+    return _without_wrappers(state)
+
+
+def _without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
+    """Takes the names of `torch.compile`, FSDP and activation checkpointing out, which Lightning itself writes.
+
+    `module.` in front of all is that of DistributedDataParallel in the file of a script; in Lightning's checkpoints it
+    is a layer of the user's own.
+    """
+    weights = state.get(_MODEL)
+    if not isinstance(weights, Mapping):
+        tensors = all(isinstance(one, torch.Tensor) for one in state.values())
+        return _without_ddp(plain_state(state)) if tensors else state
+    state = {**state, _MODEL: plain_state(weights if isinstance(weights, dict) else dict(weights))}
+    if _VERSION not in state:
+        state[_MODEL] = _without_ddp(state[_MODEL])
+    for group in _groups(state):
+        if "param_names" in group:
+            group["param_names"] = [plain_name(name) for name in group["param_names"]]
     return state
+
+
+def _without_ddp(weights: dict[str, Any]) -> dict[str, Any]:
+    if not all(name.startswith(_DDP) for name in weights):
+        return weights
+    return {name.removeprefix(_DDP): value for name, value in weights.items()}
+
+
+def _groups(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for optimizer in state.get("optimizer_states", ()):
+        if isinstance(optimizer, Mapping):
+            yield from optimizer.get("param_groups", ())
 
 
 def read_file(path: Path, trust: Sequence[str] = ()) -> dict[str, Any]:
@@ -57,7 +94,7 @@ def only_weights(state: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """What plain Lightning needs to load a model: weights, hyperparameters, versions; no optimizers, no loops."""
     names = ("hyper_parameters", "hparams_", "datamodule_hyper", "datamodule_hparams")
     kept = {key: value for key, value in state.items() if isinstance(key, str) and key.startswith(names)}
-    described = {key: state[key] for key in ("pytorch-lightning_version", "epoch", "global_step") if key in state}
+    described = {key: state[key] for key in (_VERSION, "epoch", "global_step") if key in state}
     return {**_lightning_version(), **described, **kept, _MODEL: weights_of(state, where)}
 
 
@@ -224,6 +261,6 @@ def _own_memory(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
 def _lightning_version() -> dict[str, str]:
     """What Lightning asks of a checkpoint before it loads anything else."""
     try:
-        return {"pytorch-lightning_version": version("lightning")}
+        return {_VERSION: version("lightning")}
     except PackageNotFoundError:
-        return {"pytorch-lightning_version": "2.6.6"}
+        return {_VERSION: "2.6.6"}

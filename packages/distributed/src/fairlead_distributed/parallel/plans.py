@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from fairlead.errors import ConfigError, did_you_mean
+from fairlead.patterns import near_pattern
 
 WORDS = {
     "colwise": "a linear layer whose output features are split",
@@ -79,17 +80,27 @@ def from_patterns(module: nn.Module, patterns: Mapping[str, str], left: Containe
             )
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
-            close = did_you_mean(pattern, names)
+            close = _pattern_that_matches(pattern, names)
             raise ConfigError(
                 f"the pattern {pattern!r} matches no module of {type(module).__name__}",
-                where="plan",
+                where=where,
                 why=f"its modules are {_some([name for name in names if name])}",
-                fix=close or "name modules as `named_modules()` does; * stands for any part",
+                fix=f"did you mean {close!r}?"
+                if close
+                else "name modules as `named_modules()` does; * stands for any part",
             )
         for name in found:
             if id(module.get_submodule(name)) not in left:
                 plan.layers[name] = [word]
     return plan
+
+
+def _pattern_that_matches(pattern: str, names: list[str]) -> str | None:
+    """The pattern that was meant, if its words are near to those of modules."""
+    close = near_pattern(pattern, {word for name in names for word in name.split(".")})
+    if close is not None and any(fnmatchcase(name, close) for name in names):
+        return close
+    return did_you_mean(pattern, names)
 
 
 def check(module: nn.Module, plan: Mapping[str, str] | str, left: Container[int] = ()) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
@@ -15,10 +17,15 @@ from fairlead.exactness import last_record, sentence
 from fairlead.resolution import Resolution
 from fairlead_lightning.commands.prepare import prepare
 from fairlead_lightning.commands.prove_compare import Run, Unequal, differences, trained_otherwise
-from fairlead_lightning.commands.prove_plan import PLAN, Plan
+from fairlead_lightning.commands.prove_plan import DECIDED, EPOCHS, PLAN, Epochs, Plan
 from fairlead_lightning.trials import fit_words, require_own_start, run_fairlead, trial_folder
+from fairlead_runs.commit import best_or_newest, newest_complete
 from fairlead_runs.naming import run_directory
+from fairlead_runs.waiting import listed
 
+_COMPARED: Final = (
+    "weights, optimizers, schedules, callbacks, loaders, generators, metrics.csv, and what your code keeps"
+)
 _SHOWN: Final = 5
 _TAIL: Final = 2000
 _FIXES: Final = {
@@ -73,22 +80,28 @@ class _Proof:
         self._session = session
         self._folder = folder
         self._plan = plan
+        self._whole: Epochs | None = None
+        """What the epochs of the job are where they were cut."""
         self._io = resolution.checkpoint_io
+        self._trainer = resolution.trainer
+        self._monitors = resolution.trainer.checkpoint.monitor is not None
         self._ranks = resolution.world_size
         self._seeds = 0
 
     def report(self) -> tuple[bool, list[str]]:
         """Whether the resume is equal in every bit, and what to say of it: what differs, and why."""
-        undisturbed = self._trained("undisturbed")
+        undisturbed = self._undisturbed()
         self._to_end("interrupted", kill=True)
-        killed = self._killed()
+        killed, saved = self._killed()
         resumed = self._trained("interrupted", "resumed")
-        plan = self._plan
         ranks = f"{self._ranks} rank{'s' if self._ranks > 1 else ''}"
-        done = f"{ranks}, killed after step {killed}, resumed from the checkpoint of step {plan.checkpoint}"
+        done = f"{ranks}, killed after step {killed}, resumed from the checkpoint of step {saved}"
+        compared = covered(json.loads((undisturbed.notes / DECIDED).read_bytes()), self._plan, self._whole)
+        if self._monitors:
+            compared += f"; evaluations take {best_or_newest(undisturbed.path / 'checkpoints')[1]}, in both"
         found = differences(undisturbed, resumed, self._session)
         if not found:
-            return True, [f"equal in every bit: {done}", _compared(plan.steps)]
+            return True, [f"equal in every bit: {done}", compared]
         # Only now: what differs between any two runs is not the resume's doing.
         control = self._trained("control")
         noise = differences(undisturbed, control, self._session)
@@ -99,11 +112,12 @@ class _Proof:
         if not left:
             but = ", ".join(sorted(names)[:_SHOWN])
             text = f"but what differs between any two runs of this job: {but}"
-            return True, [f"equal in every bit: {done}", _compared(plan.steps), text]
+            return True, [f"equal in every bit: {done}", text, compared]
         lost = [one for one in undisturbed.not_restored(resumed) if one.name not in names]
         record = last_record(self._folder / "interrupted" / "run")
         said = [sentence(reason) for reason in record.seen] if record is not None else []
-        return False, [f"the resume differs: {done}", *_told(left, lost, said)]
+        how = [f"  with:  {self._cut()}"] if self._whole is not None else []
+        return False, [f"the resume differs: {done}", *_told(left, lost, said), *how]
 
     def _not_deterministic(self, undisturbed: Run, control: Run, noise: list[Unequal]) -> list[str]:
         """Two undisturbed runs differ; whether the order of sets is the reason, a third one shows."""
@@ -116,6 +130,26 @@ class _Proof:
         lines += [f"  why:   {one}" for one in undisturbed.not_restored(control)[:_SHOWN]]
         causes = "a clock, a generator that is not seeded, or kernels that are not deterministic"
         return [*lines, f"  why:   {causes}", "  do:    count steps instead of seconds; trainer.deterministic: true"]
+
+    def _undisturbed(self) -> Run:
+        """Trains to the end; again with shorter epochs, if something decides by a metric that these never reach."""
+        try:
+            return self._trained("undisturbed")
+        except RunFailedError:
+            place = self._folder / "undisturbed"
+            note = place / "notes" / EPOCHS
+            if not note.exists():
+                raise
+            self._whole = Epochs(**json.loads(note.read_bytes()))
+            self._plan = self._plan.deciding(self._whole)
+            self._session.warn(f"the callbacks decide later than these steps: {self._cut()}")
+            shutil.rmtree(place)
+            shutil.rmtree(self._folder / "runs")
+            return self._trained("undisturbed")
+
+    def _cut(self) -> str:
+        assert self._whole is not None
+        return f"{self._plan.steps} steps, {cut(self._plan, self._whole)}"
 
     def _trained(self, name: str, again: str | None = None, hash_seed: int | None = None) -> Run:
         """One run that comes to its end; its directory is moved away, so that all are trained at the same place."""
@@ -131,13 +165,16 @@ class _Proof:
         self._seeds += 1
         place = self._folder / folder
         (place / "notes").mkdir(parents=True, exist_ok=True)
-        environ = {**self._session.environ, PLAN: self._plan.to_json(place / "notes", kill=kill)}
+        told = self._plan.to_json(place / "notes", kill=kill, monitor=self._monitors)
+        environ = {**self._session.environ, PLAN: told}
         if environ.get("PYTHONHASHSEED", "random") == "random":  # else a resumed process has the same as well
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
         began = time.monotonic()
         log = place / f"{what}.log"
         code = run_fairlead(self._words(), self._session, environ, log)
-        self._session.warn(f"{what}: {'killed' if kill else 'trained'} in {time.monotonic() - began:.0f} s")
+        short = (place / "notes" / EPOCHS).exists()
+        ended = "looked at" if short else "killed" if kill else "trained"
+        self._session.warn(f"{what}: {ended} in {time.monotonic() - began:.0f} s")
         if code and not kill:
             text = log.read_text(errors="replace").strip()[-_TAIL:]
             raise RunFailedError(f"the {what} run ended with exit code {code}", why=text)
@@ -158,14 +195,17 @@ class _Proof:
             "trainer.checkpoint.every_n_steps": plan.checkpoint,
             "trainer.checkpoint.every_n_epochs": None,
             "trainer.checkpoint.every_n_minutes": None,
-            "trainer.checkpoint.on_validation": False,
+            # The best checkpoint is one of those that a validation has measured.
+            "trainer.checkpoint.on_validation": self._monitors and self._trainer.checkpoint.on_validation,
+            **plan.settings(self._trainer),
         }
         io = self._io
         if hasattr(io, "url") and hasattr(io, "inner"):  # nothing of a trial goes to the store
             sets["trainer.checkpoint_io"] = io.inner.model_dump(mode="json")
         return fit_words(self._arguments.job, self._arguments.overrides, sets)
 
-    def _killed(self) -> int:
+    def _killed(self) -> tuple[int, int]:
+        """Behind which step the ranks were killed, and the step of the checkpoint that they left."""
         marks = sorted((self._folder / "interrupted" / "notes").glob("killed-*"))
         if not marks:
             log = (self._folder / "interrupted" / "interrupted.log").read_text(errors="replace").strip()[-_TAIL:]
@@ -174,12 +214,47 @@ class _Proof:
                 why=log or None,
                 fix=f"more steps: --prove-resume {4 * self._plan.steps}; and no limit below that, such as max_epochs",
             )
-        return int(marks[0].read_text())
+        newest = newest_complete(self._folder / "runs" / "run" / "checkpoints").checkpoint
+        assert newest is not None  # they were killed behind it
+        return int(marks[0].read_text()), newest.step
 
 
-def _compared(steps: int) -> str:
-    what = "weights, optimizers, schedules, callbacks, loaders, generators, metrics.csv, and what your code keeps"
-    return f"compared after {steps} steps: {what}"
+def covered(noted: Mapping[str, Any], plan: Plan, whole: Epochs | None) -> str:
+    """What a proof compared, and which validations and decisions were in it.
+
+    Args:
+        noted: The note `DECIDED` of the undisturbed run.
+        plan: The plan that it followed.
+        whole: The epochs of the job, where those of the proof were cut.
+    """
+    how = f", {cut(plan, whole)}" if whole is not None else ""
+    found = [f"compared after {noted['step']} steps{how}: {_COMPARED}"]
+    validated = sorted(set(noted["validated"]))
+    if validated:
+        shown = listed([str(step) for step in validated], most=4)
+        found.append(f"with the validation{'s' if len(validated) > 1 else ''} after step {shown}")
+    elif noted["validates"]:
+        found.append("no validation came in these steps")
+    begin, checkpoint, end = (noted["decided"].get(when, {}) for when in ("begin", "checkpoint", "end"))
+    both: list[str] = []
+    for name in begin:
+        before, after = begin[name] != checkpoint.get(name), checkpoint.get(name) != end.get(name)
+        if before and after:
+            both.append(name)
+        else:
+            when = "before the checkpoint" if after else "after the resume" if before else "in these steps"
+            found.append(f"{name} decided nothing {when}")
+    if both:
+        found.append(f"{listed(both)} decided before the checkpoint and after the resume")
+    return "; ".join(found)
+
+
+def cut(plan: Plan, whole: Epochs) -> str:
+    """How the epochs of a proof differ from those of the job."""
+    count = f"{plan.epoch} batch{'es' if plan.epoch != 1 else ''}"
+    of = f" of {whole.batches}" if whole.batches is not None else ""
+    end = ", each with a validation" if whole.validates else ""
+    return f"in epochs of {count}{of}{end}"
 
 
 def _told(found: list[Unequal], lost: list[Unequal], said: list[str]) -> list[str]:

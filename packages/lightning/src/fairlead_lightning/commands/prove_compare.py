@@ -16,7 +16,7 @@ from typing import Any, Literal
 from fairlead.cli import main
 from fairlead.cli.session import Session
 from fairlead.errors import RunFailedError
-from fairlead_runs.commit import newest_complete
+from fairlead_runs.commit import best_or_newest, newest_complete
 
 _OWNER = re.compile(r" of the (callback|model|data|module) ")
 
@@ -94,10 +94,10 @@ def _checkpoint(reference: Run, other: Run, session: Session) -> Iterator[Unequa
         steps = [one.step if one is not None else "none" for one in newest]
         yield Unequal("checkpoint", "the step of the last checkpoint", f"{steps[0]} became {steps[1]}")
         return
-    paths = [str(one.path) for one in newest if one is not None]
+    places = [one.path for one in newest if one is not None]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        words = ["checkpoint", "diff", *paths, "--json"]
+        words = ["checkpoint", "diff", *map(str, places), "--json"]
         main(words, plugins=session.plugins, environ=session.environ, cwd=session.cwd)
     try:
         found: list[dict[str, Any]] = json.loads(out.getvalue())["differences"]
@@ -107,6 +107,9 @@ def _checkpoint(reference: Run, other: Run, session: Session) -> Iterator[Unequa
     rank = {id(one): next((i for i, p in enumerate(order) if one["name"].startswith(p)), len(order)) for one in found}
     for one in sorted(found, key=lambda one: rank[id(one)]):
         yield Unequal("checkpoint", one["name"], _how(one))
+    chosen = [f"{found.path.name}, {why}" for found, why in map(best_or_newest, (p.parent for p in places))]
+    if chosen[0] != chosen[1]:
+        yield Unequal("checkpoint", "the checkpoint that an evaluation takes", f"{chosen[0]} became {chosen[1]}")
 
 
 def _how(one: dict[str, Any]) -> str:

@@ -55,6 +55,8 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
     except SpokenForError:
         return RunFailedError.exit_code
     except BaseException as error:
+        if isinstance(error, ConfigError) and error.where is not None:
+            error.where = checked.loaded.place(error.where)
         if isinstance(error, Exception) and checked.resolution is not None:
             tell_of_failure(checked.resolution, session.environ, Alarm.of_error(_rank(checked), error).what)
         if session.debug:

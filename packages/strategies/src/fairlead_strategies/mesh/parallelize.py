@@ -18,7 +18,8 @@ sharded by nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,14 +101,26 @@ def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, 
         )
     from fairlead_distributed.parallel.tensor import parallelize_tensor
 
-    parallelize_tensor(
-        module,
-        mesh,
-        config.plan,
-        sequence_parallel=config.sequence_parallel,
-        loss_parallel=config.loss_parallel,
-        leave=leave,
-    )
+    with plan_of_strategy():
+        parallelize_tensor(
+            module,
+            mesh,
+            config.plan,
+            sequence_parallel=config.sequence_parallel,
+            loss_parallel=config.loss_parallel,
+            leave=leave,
+        )
+
+
+@contextmanager
+def plan_of_strategy() -> Iterator[None]:
+    """Errors about a plan name the setting that it comes from."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.where is not None and error.where.startswith("plan"):
+            error.where = f"trainer.strategy.{error.where}"
+        raise
 
 
 def _share_sequences(

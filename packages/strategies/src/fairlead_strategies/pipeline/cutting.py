@@ -21,6 +21,7 @@ from fairlead_distributed.parallel.pipeline.splitting import (
 )
 from fairlead_strategies.mesh.experts import lists_of_experts
 from fairlead_strategies.mesh.fields import ExpertFields, TensorPlanConfig
+from fairlead_strategies.mesh.parallelize import plan_of_strategy
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.shared import load_classes
 
@@ -79,7 +80,8 @@ def check_layers(config: PipelineFields, module: nn.Module, tensor: int) -> None
     if _divides_experts(config):
         mixtures_of(module)
     if tensor > 1 and isinstance(config, TensorPlanConfig):
-        plans.check(module, config.plan, _left(config, module))
+        with plan_of_strategy():
+            plans.check(module, config.plan, _left(config, module))
     for name in _CLASSES:
         paths = getattr(config, name)
         if isinstance(paths, tuple) and paths and not _present(paths, module, name):
