@@ -165,6 +165,45 @@ def test_what_is_exported_has_the_models_own_names(
     assert not [part for part in ("_orig_mod", "_wrapped_module") if part in str(state)]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"checkpoint_io": "torch", "strategy": "fsdp"},
+        {"checkpoint_io": "distributed", "strategy": "fsdp"},
+        {"checkpoint_io": "torch", "strategy": {"name": "fsdp", "use_orig_params": False}},
+        {"checkpoint_io": "distributed", "strategy": "fsdp2"},
+        {"checkpoint_io": "torch", "strategy": {"name": "hybrid", "shard": 2}},
+    ],
+    ids=["fsdp", "shards of fsdp", "flat fsdp", "shards of fsdp2", "hybrid"],
+)
+def test_a_resume_matches_names_whatever_wraps_the_layers(tmp_path: Path, trainer: dict[str, Any]) -> None:
+    """From a checkpoint of the plain model into the compiled one, and back, with the optimizer's state."""
+    job = repository(tmp_path, job=changed(JOB, trainer=TRAINER | {"devices": 2, "max_steps": 2} | trainer))
+    (tmp_path / "mine" / "compiled.py").write_text(COMPILED)
+    model = tmp_path / "mine" / "model.py"
+    model.write_text(model.read_text().replace("torch.optim.SGD", "torch.optim.AdamW"))
+    fits = [("plain", "mine.model:Model"), ("compiled", "mine.compiled:Compiled")]
+    for name, cls in fits:
+        done = fairlead("fit", str(job), "--set", f"run.name={name}", "--set", f"model.class={cls}", cwd=tmp_path)
+        assert done.code == 0, done.text
+    ends = []
+    for name, cls in fits:
+        for source, _ in fits:
+            sets = [f"run.name={name}-{source}", f"model.class={cls}", "trainer.max_steps=4"]
+            words = [word for one in sets for word in ("--set", one)]
+            done = fairlead("fit", str(job), *words, "--resume", f"runs/{source}", cwd=tmp_path)
+            assert done.code == 0, done.text
+            words = ["checkpoint", "consolidate", f"runs/{name}-{source}", "-o", "end"]
+            assert main(words, environ={}, cwd=tmp_path) == 0
+            ends.append(torch.load(tmp_path / "end", weights_only=True))
+            (tmp_path / "end").unlink()
+    for end in ends[1:]:
+        assert all(torch.equal(one, end["state_dict"][name]) for name, one in ends[0]["state_dict"].items())
+        assert str(end["optimizer_states"]) == str(ends[0]["optimizer_states"])
+    assert "exp_avg" in str(ends[0]["optimizer_states"])
+
+
 @pytest.mark.slow
 def test_a_trainer_goes_on_from_exactly_that_checkpoint(run: Callable[..., Call], user: Path) -> None:
     """From the middle of a run that went on after it, from another directory, to the same bits as without."""

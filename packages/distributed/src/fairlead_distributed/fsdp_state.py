@@ -24,11 +24,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.whole import named_as, plain_name, plain_state
 
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
-
-_PREFIX = "_fsdp_wrapped_module."
 
 
 @contextmanager
@@ -83,13 +82,25 @@ def _named(model: Module) -> bool:
     return all(unit._use_orig_params for unit in _units(model))
 
 
+def named_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state by the names of the unsplit model, whole or in parts, as the surrounding block says."""
+    return _renamed(FullyShardedDataParallel.optim_state_dict(model, optimizer), plain_state)
+
+
+def _renamed(state: dict[str, Any], rename: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """An optimizer's state with other names of its parameters; empty on ranks that do not have it."""
+    if not state or any(isinstance(name, int) for group in state["param_groups"] for name in group["params"]):
+        return state
+    groups = [{**group, "params": list(rename(dict.fromkeys(group["params"])))} for group in state["param_groups"]]
+    return {**state, "state": dict(rename(state["state"])), "param_groups": groups}
+
+
 def numbered_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
     """A whole optimizer state as any optimizer has it, with numbers for its parameters; empty on ranks without it."""
-    state: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    if not state:
-        return state
-    if not _named(model):
-        return state  # one flat parameter has the names of many
+    state = named_optimizer_state(model, optimizer)
+    if not state or not state["state"] or not _named(model):
+        return state  # torch numbers no empty state, and one flat parameter has the names of many
+    state = _renamed(state, lambda names: named_as(model, names))
     numbered: dict[str, Any] = FullyShardedDataParallel.rekey_optim_state_dict(
         state, OptimStateKeyType.PARAM_ID, model, optim=optimizer
     )
@@ -103,17 +114,18 @@ def load_optimizer_state(model: Module, optimizer: Optimizer, state: Mapping[str
         named = FullyShardedDataParallel.rekey_optim_state_dict(
             dict(state), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
         )
+    named = _renamed(dict(named), lambda names: named_as(model, names))
     own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, dict(named))
     optimizer.load_state_dict(own)
 
 
 def whole_parameters(model: Module) -> dict[str, Tensor]:
     """All parameters by the names of the unsplit model, whole and in host memory, on every rank."""
-    names = [name.replace(_PREFIX, "") for name, _ in model.named_parameters()]
+    names = [plain_name(name) for name, _ in model.named_parameters()]
     with whole_state(model, rank0_only=False):
-        state = model.state_dict()
+        state = plain_state(model.state_dict())
     if not _named(model):
-        buffers = {name.replace(_PREFIX, "") for name, _ in model.named_buffers()}
+        buffers = {plain_name(name) for name, _ in model.named_buffers()}
         names = [name for name in state if name not in buffers]
     return {name: state[name].detach().cpu() for name in names}
 
@@ -171,7 +183,7 @@ def _numbers(model: Module, optimizer: Optimizer) -> dict[tuple[str, str], float
 
 
 def _full_name(unit: str, own: str) -> str:
-    return f"{unit}.{own}".lstrip(".").replace(_PREFIX, "")
+    return plain_name(f"{unit}.{own}".lstrip("."))
 
 
 @torch.no_grad()

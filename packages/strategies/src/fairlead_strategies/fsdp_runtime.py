@@ -119,8 +119,7 @@ class FSDPStrategy(LightningFSDP):
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         with self._state():
             if self._state_dict_type == "sharded":
-                state: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(self._root, inner)
-                return state
+                return fsdp_state.named_optimizer_state(self._root, inner)
             return fsdp_state.numbered_optimizer_state(self._root, inner)
 
     def load_checkpoint(
