@@ -25,8 +25,14 @@ class Two(L.LightningModule):
         torch.manual_seed(5)
         self.kind = kind
         self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        if kind in ("hook", "inside", "unfrozen"):
+        if kind in ("hook", "inside", "unfrozen", "mixed"):
             self.net[0].requires_grad_(False)
+        if kind == "between":
+            self.net[2].requires_grad_(False)
+
+    def on_train_epoch_end(self) -> None:
+        if self.kind == "between":
+            self.net[2].requires_grad_(True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.current_epoch == 1 and batch_idx == 1:
@@ -61,7 +67,7 @@ class Unfreezes(BaseFinetuning):
 
 
 KINDS = {**dict.fromkeys(("schedule", "hook", "ceases", "added"), "ddp"), "sharded": "fsdp2"}
-REFUSED = {"inside": "ddp", "flat": "fsdp", "unfrozen": "fsdp"}
+REFUSED = {"inside": "ddp", "flat": "fsdp", "unfrozen": "fsdp", "mixed": "fsdp", "between": "fsdp"}
 SETTINGS: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
 
 
@@ -81,14 +87,14 @@ def train_on_two_ranks(rank: int, root: Path) -> dict[str, Any]:
     got: dict[str, Any] = {}
     for kind, strategy in {**KINDS, **REFUSED}.items():
         model = Two(kind)
-        trainer: Any = make_trainer(
-            root / kind, devices=2, strategy=strategy, enable_checkpointing=strategy != "fsdp", **SETTINGS
-        )
+        saves = kind not in ("flat", "unfrozen")
+        trainer: Any = make_trainer(root / kind, devices=2, strategy=strategy, enable_checkpointing=saves, **SETTINGS)
         trainer.callbacks.extend(callbacks(kind))
         try:
             trainer.fit(model, data())
         except FairleadError as error:
             got[kind] = error.block()
+            got[f"{kind}, saved"] = sorted(path.name for path in (root / kind).glob("run/checkpoints/step-*"))
         else:
             got[kind] = whole(model)
     script = Two("script")
@@ -132,3 +138,12 @@ def test_what_comes_too_late_or_cannot_be_followed_ends_the_fit_with_the_names(f
         assert "other parameters need gradients than before: net.0.weight, net.0.bias" in got["unfrozen"]
         assert "fixes what is trained when it is set up" in got["unfrozen"]
         assert "Unfreezes unfreezes parameters in the training, which FSDPStrategy cannot follow" in got["flat"]
+
+
+def test_a_partly_frozen_model_under_fsdp(found: list[dict[str, Any]]) -> None:
+    """Refused where torch aborts in its first checkpoint; what was trained before a change is saved."""
+    for got in found:
+        assert "FSDP1 cannot save the model, which is partly frozen: net.0.weight, net.0.bias" in got["mixed"]
+        assert "auto_wrap_policy" in got["mixed"]
+        assert "other parameters need gradients than before: net.2.weight, net.2.bias" in got["between"]
+        assert got["between, saved"] == ["step-00000002"]

@@ -154,11 +154,9 @@ def test_a_pattern_that_may_match_is_no_finding(
 
 
 @pytest.mark.parametrize("line", UNKNOWN.values(), ids=UNKNOWN)
-def test_layers_whose_names_reading_does_not_see(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
-) -> None:
+def test_layers_whose_names_reading_does_not_see(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
     """There, what looks like a typo may be a name."""
-    source = f'''
+    source = f"""
 import timm
 import torch
 from torch import nn
@@ -177,7 +175,7 @@ class Net(L.LightningModule):
         {line}
 
     def train_dataloader(self): ...
-'''
+"""
     (tmp_path / "timm").mkdir()
     (tmp_path / "net.py").write_text(source)
     _, said = check(tmp_path, {"net.uq": "colwise"}, capsys, model={"class": "net:Net"})

@@ -119,6 +119,31 @@ def load_optimizer_state(model: Module, optimizer: Optimizer, state: Mapping[str
     optimizer.load_state_dict(own)
 
 
+def mixed_units(model: Module) -> dict[str, list[str]]:
+    """Units that flatten frozen and trained parameters together so that some rank has none of the trained ones.
+
+    The frozen parameters of each by the unit's name: torch cannot put the state of its optimizer together (2.13).
+    """
+    found: dict[str, list[str]] = {}
+    for name, unit in model.named_modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+        params = handle.flat_param._params if handle is not None else None
+        if handle is None or params is None or not handle.uses_sharded_strategy:
+            continue
+        trained = [one.requires_grad for one in params]
+        flat, size = handle.flat_param, handle.flat_param._sharded_size.numel()
+        ranks: set[int] = set()
+        start, wanted = 0, iter(trained)
+        for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+            if not padding and next(wanted) and numel:
+                ranks.update(range(start // size, (start + numel - 1) // size + 1))
+            start += numel
+        if any(trained) and not all(trained) and len(ranks) < handle.world_size:
+            frozen = [own for own, needed in zip(flat._fqns, trained, strict=True) if not needed]
+            found[plain_name(name)] = [_full_name(name, own) for own in frozen]
+    return found
+
+
 def whole_parameters(model: Module) -> dict[str, Tensor]:
     """All parameters by the names of the unsplit model, whole and in host memory, on every rank."""
     names = [plain_name(name) for name, _ in model.named_parameters()]

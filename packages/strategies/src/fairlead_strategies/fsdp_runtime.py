@@ -57,7 +57,8 @@ class FSDPStrategy(LightningFSDP):
         self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, self._mesh)
 
     def _setup_model(self, model: Module) -> Module:
-        root = wrap_rest(model, self.root_device, self._checkpointed, wrapping_options(self, self.kwargs))
+        with _named_where_mixed(model):
+            root = wrap_rest(model, self.root_device, self._checkpointed, wrapping_options(self, self.kwargs))
         if root is not model:
             call_through(root, model)
         return root
@@ -78,6 +79,8 @@ class FSDPStrategy(LightningFSDP):
                 fix="strategy: fsdp2, or ddp",
             )
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+            _refuse_mixed_units(self._root)
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         autocast_on(self.root_device, self.precision_plugin)
 
@@ -180,6 +183,40 @@ class FSDPStrategy(LightningFSDP):
     def _fits(self) -> bool:
         assert self.lightning_module is not None
         return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+
+_APART = "trainer.strategy.auto_wrap_policy with the classes of the layers, so that a unit is trained or frozen"
+
+
+def _refuse_mixed_units(root: Module) -> None:
+    """Torch aborts in the first checkpoint of such a unit."""
+    for unit, frozen in fsdp_state.mixed_units(root).items():
+        raise ConfigError(
+            f"FSDP1 cannot save {unit or 'the model'}, which is partly frozen: {_some(frozen)}",
+            where="trainer.strategy",
+            why="it flattens frozen and trained parameters together, and a rank has none of the trained ones: torch "
+            "cannot put the optimizer's state together",
+            fix=f"strategy: fsdp2, or ddp; or {_APART}",
+        )
+
+
+@contextmanager
+def _named_where_mixed(model: Module) -> Iterator[None]:
+    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+    try:
+        yield
+    except ValueError as error:
+        if "uniform `requires_grad`" not in str(error):
+            raise
+        raise ConfigError(
+            f"use_orig_params: false cannot flatten frozen and trained parameters together: {_some(frozen)}",
+            where="trainer.strategy.use_orig_params",
+            fix=f"leave use_orig_params out; or {_APART}",
+        ) from error
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def build(config: FSDPStrategyConfig, context: BuildContext) -> FSDPStrategy | FabricFSDP:

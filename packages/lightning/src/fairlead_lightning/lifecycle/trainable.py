@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as L
@@ -64,7 +65,15 @@ class Trainable(L.Callback):
             return step(*args, **kwargs)
 
         attributes["training_step"] = training_step
-        self._undo = lambda: attributes.pop("training_step", None)
+        if flattens(trainer.strategy):
+            state = trainer.strategy.optimizer_state
+
+            def optimizer_state(optimizer: Any) -> Any:
+                with self._as_set_up():
+                    return state(optimizer)
+
+            attributes["optimizer_state"] = optimizer_state
+        self._undo = lambda: [attributes.pop(name, None) for name in ("training_step", "optimizer_state")]
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """As behind a validation."""
@@ -99,6 +108,18 @@ class Trainable(L.Callback):
         # An added layer is trained when an optimizer has it: those of the optimizers are counted, which is quick.
         flags = [one.requires_grad for one in self._parameters]
         return flags != self._needed or _optimized(trainer) != self._optimized
+
+    @contextmanager
+    def _as_set_up(self) -> Iterator[None]:
+        """What was trained is saved, also where other parameters are to be from the next step on: that one refuses."""
+        changed = [(one, one.requires_grad) for one in self._flags_changed()]
+        for one, needed in changed:
+            one.requires_grad_(not needed)
+        try:
+            yield
+        finally:
+            for one, needed in changed:
+                one.requires_grad_(needed)
 
     def _flags_changed(self) -> list[nn.Parameter]:
         pairs = zip(self._parameters, self._needed, strict=True)
