@@ -123,7 +123,7 @@ class _Names:
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
-        if module.file is None or not any(module.file.is_relative_to(folder) for folder in self._folders):
+        if module.file is None or not self._is_users(module):
             raise NotKnownError(f"{module.name} is not the user's")
         if module.file not in self.files:
             self.files.add(module.file)
@@ -206,9 +206,11 @@ class _Names:
             symbol = self._resolver.expression(module, name)
         except (NotKnownError, MissingError):
             return
-        inside = isinstance(symbol, ClassSymbol) and symbol.module.file is not None
-        if inside and any(symbol.module.file.is_relative_to(folder) for folder in self._folders):
+        if isinstance(symbol, ClassSymbol) and self._is_users(symbol.module):
             self._of(symbol)
+
+    def _is_users(self, module: ModuleFile) -> bool:
+        return module.file is not None and any(module.file.is_relative_to(folder) for folder in self._folders)
 
 
 def _has_plain_keys(node: ast.expr) -> bool:

@@ -61,7 +61,7 @@ class Epochs:
         if not self.validates or (self.every_epochs is not None and (epoch + 1) % self.every_epochs):
             return False
         every = self.batches if self.every_batches is None else self.every_batches
-        return bool(every) and (total if self.every_epochs is None else inside) % every == 0
+        return every is not None and every > 0 and (total if self.every_epochs is None else inside) % every == 0
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -73,7 +74,7 @@ class Trainable(L.Callback):
                     return state(optimizer)
 
             attributes["optimizer_state"] = optimizer_state
-        self._undo = lambda: [attributes.pop(name, None) for name in ("training_step", "optimizer_state")]
+        self._undo = partial(_drop, attributes, ("training_step", "optimizer_state"))
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """As behind a validation."""
@@ -150,6 +151,11 @@ class Trainable(L.Callback):
         if self._undo is not None:
             self._undo()
         self._undo = None
+
+
+def _drop(attributes: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        attributes.pop(name, None)
 
 
 def _reshard(module: nn.Module) -> None:
