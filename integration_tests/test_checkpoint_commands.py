@@ -151,7 +151,8 @@ def test_what_is_exported_has_the_models_own_names(
     if isinstance(trainer["checkpoint_io"], dict):
         trainer = {"checkpoint_io": {"name": "remote", "url": trainer["checkpoint_io"]["url"].format(tmp_path)}}
     settings = TRAINER | {"max_steps": 2} | trainer
-    sections: dict[str, Any] = {"run": {"name": "job"}, "model": {"class": "mine.compiled:Compiled"}, "trainer": settings}
+    sections: dict[str, Any] = {"run": {"name": "job"}, "trainer": settings}
+    sections["model"] = {"class": "mine.compiled:Compiled"}
     job = repository(tmp_path, job=changed(JOB, **sections))
     (tmp_path / "mine" / "compiled.py").write_text(COMPILED)
     done = fairlead("fit", str(job), cwd=tmp_path)
