@@ -174,3 +174,31 @@ def decide(rank: int, root: Path) -> list[list[str]]:
 def test_ranks_that_decide_by_numbers_of_their_own(tmp_path: Path) -> None:
     (said, _) = run_ranks(decide, 2, tmp_path, timeout=120)
     assert said == [["the metric 'own' of EarlyStopping and ReduceLROnPlateau differs over the ranks"], []]
+
+
+class ByHand(Line):
+    """Changes its weights itself, or never gives a loss."""
+
+    def __init__(self, steps: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.steps = steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        if self.steps:
+            self.optimizers().step()  # type: ignore[union-attr]
+            return None
+        with torch.no_grad():
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.01)
+        return None
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_training_without_a_step_is_said(tmp_path: Path, steps: bool) -> None:
+    fit(tmp_path, ByHand(steps))
+    said = [event.get("what") for event in events(tmp_path / "run", "no-optimizer-step")]
+    assert said == ([] if steps else ["no optimizer has stepped in the first 4 batches"])

@@ -37,6 +37,7 @@ CODES: Final[dict[str, str]] = {
     "interval-never-comes": "A callback's, a validation's or a schedule's interval is longer than the training.",
     "launch-mismatch": "The launcher started another number of processes or nodes than the config asks for.",
     "loss-not-finite": "The loss of a training step is infinite or NaN.",
+    "no-optimizer-step": "No optimizer of the model's parameters has stepped in an epoch.",
     "world-size-contradicted": "WORLD_SIZE is exported, and the run has another number of ranks.",
     "metric-differs": "A callback or a schedule decides on each rank by a metric that differs over the ranks.",
     "missing-field": "A required setting is not given.",

@@ -87,6 +87,8 @@ class Monitors(L.Callback):
         if self._epochs:
             self._compare(trainer, over=False)
             self._compare_ranks(trainer)
+        if self._epochs == 1:
+            self._look_for_steps(trainer)
         self._epochs += 1
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -94,6 +96,8 @@ class Monitors(L.Callback):
         if self._epochs:
             self._compare(trainer, over=True)
             self._compare_ranks(trainer)
+        if self._epochs == 1:
+            self._look_for_steps(trainer)
 
     def _monitors(self, trainer: L.Trainer) -> Iterator[_Monitor]:
         if self._checkpoint is not None and self._checkpoint.monitor is not None:
@@ -139,6 +143,23 @@ class Monitors(L.Callback):
             values = [one[name] for one in ranks]
             if len(set(map(repr, values))) > 1:
                 self._found(trainer, _differs(self._monitored.pop(name), name, values))
+
+    def _look_for_steps(self, trainer: L.Trainer) -> None:
+        """A module may change its weights itself, `p -= lr * p.grad`, or never return a loss."""
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        if trainer.global_step or not batches:
+            return
+        finding = Finding(
+            "warning",
+            "no-optimizer-step",
+            f"no optimizer has stepped in the first {batches} batches",
+            where=f"{type(trainer.lightning_module).__name__}.training_step",
+            why="steps are counted where an optimizer of the module's parameters steps; the names of checkpoints,\n"
+            "max_steps and the schedules go by them",
+            fix="return the loss, or let an optimizer of self.optimizers() step; where the module accumulates over\n"
+            "more than an epoch, all is well",
+        )
+        self._found(trainer, finding)
 
     def _found(self, trainer: L.Trainer, finding: Finding) -> None:
         self._session.event(finding.code, what=finding.what)
