@@ -140,7 +140,7 @@ def test_a_wrong_type(load: Load, text: str, what: str, fix: str | None) -> None
         ("accumulate_grad_batches: 0", "wrong-value", "write a number above 0"),
         ("gradient_clip_val: -1.0", "wrong-value", "write a number from 0"),
         ("devices: -2", "wrong-value", "write a number from 1, a list of indices as [0, 2], or -1 or auto for all"),
-        ("devices: one", "wrong-type", "write an integer or a list or 'auto'"),
+        ("devices: one", "wrong-type", "write 1"),
     ],
 )
 def test_each_mistake_has_what_to_do(load: Load, text: str, code: str, fix: str) -> None:

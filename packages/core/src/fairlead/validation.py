@@ -36,6 +36,9 @@ _OTHER_NAMES: Final = {
 }
 """What others call a setting, where no spelling is near."""
 
+_SECTIONS: Final = ("run", "trainer", "resources", "submit")
+_NUMBER_WORDS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
 Path = tuple[str | int, ...]
 Locate = Callable[[Path], str]
 
@@ -103,10 +106,13 @@ def _finding(
     if kind == "value_error":
         return Finding("error", "wrong-value", str(context["error"]), where=where)
     wanted = " or ".join(dict.fromkeys(_lowered(d["msg"]) for d in details))
+    wanted = wanted.replace(" or it should be ", " or ")
     code = "wrong-type" if kind.endswith(("_type", "_parsing")) else "wrong-value"
     fix = None
     if isinstance(detail["input"], str) and code == "wrong-type" and _looks_numeric(detail["input"]):
         fix = "remove the quotes"
+    elif isinstance(detail["input"], str) and detail["input"].lower() in _NUMBER_WORDS and "integer" in wanted:
+        fix = f"write {_NUMBER_WORDS.index(detail['input'].lower())}"
     elif kind == "literal_error" and isinstance(detail["input"], str):
         near = did_you_mean(detail["input"], filter(None, str(context.get("expected", "")).split("'")[1::2]))
         fix = f"did you mean {near!r}?" if near else None
@@ -127,6 +133,10 @@ def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: Plugi
         return Finding("error", "unknown-field", what, where=where, fix=f"write {EXTENDS} at the top of the file")
     other = _OTHER_NAMES.get(name)
     near = other if other in fields else did_you_mean(name, fields)
+    section = _section_with(name, data, model, plugins) if len(parent) < 2 else None
+    if near is None and section is not None:
+        fix = f"move it there: `{section}: {{{name}: ...}}`"
+        return Finding("error", "unknown-field", f"{name!r} is a field of {section}", where=where, fix=fix)
     listed = fields and (near is None or len(fields) <= _FEW)  # of sixty names the one that is meant is enough
     why = f"{dotted(parent) or 'a job'} takes: {', '.join(fields)}" if listed else None
     return Finding(
@@ -137,6 +147,15 @@ def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: Plugi
         why=why,
         fix=f"did you mean {near!r}?" if near else "remove it, or write one of these instead" if listed else None,
     )
+
+
+def _section_with(name: str, data: Any, model: type[BaseModel], plugins: PluginManager) -> str | None:
+    """The section of a job that has such a field."""
+    for section in _SECTIONS:
+        owner = _model_at((section,), data, model, plugins)
+        if owner is not None and name in owner.model_fields:
+            return section
+    return None
 
 
 def _model_at(path: Path, data: Any, model: type[BaseModel], plugins: PluginManager) -> type[BaseModel] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -120,7 +119,13 @@ def replicated_tensors(
             name = names.get(id(of), "a parameter that is not the model's")
             if name not in ignored:
                 kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                if _divided(of):  # a rank that holds nothing of an expert has no state of it, and no count of steps
+                    kept = {key: value for key, value in kept.items() if is_dtensor(value)}
                 yield from ((f"optimizer {index}, {key} of {name}", value) for key, value in sorted(kept.items()))
+
+
+def _divided(tensor: Tensor) -> bool:
+    return is_dtensor(tensor) and not all(one.is_replicate() for one in tensor.placements)
 
 
 _LOCAL_STATISTICS: Final = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -223,19 +228,18 @@ def _entry(name: str, tensor: Tensor | None) -> _Entry:
 def _compare(entries: dict[int, list[_Entry]]) -> Divergence | None:
     first: tuple[str, tuple[tuple[int, ...], ...]] | None = None
     count = 0
-    longest = max(len(one) for one in entries.values())
-    for index in range(longest):
-        values = {rank: one[index] if index < len(one) else None for rank, one in entries.items()}
+    named = {rank: {entry[0]: entry for entry in one} for rank, one in entries.items()}
+    for name in dict.fromkeys(entry[0] for one in entries.values() for entry in one):
+        values = {rank: one.get(name) for rank, one in named.items()}
         held = {rank: value for rank, value in values.items() if value is not None}
-        kinds = {(v[0], v[1]) if v else None for v in values.values()}
         shards = {v[2] for v in held.values()}
-        # Other names or shapes at this place: the lists do not match, whatever the shards hold.
+        # Other shapes, or one that some ranks do not have: differ whatever the shards hold; but of a shard all may not.
+        kinds = {v[1] for v in held.values()} | ({""} if len(held) < len(values) and "" in shards else set())
         parts = [values] if len(kinds) > 1 else [{r: v for r, v in held.items() if v[2] == s} for s in sorted(shards)]
         apart = next((groups for part in parts if len(groups := _by_value(part)) > 1), None)
         if apart:
             count += 1
-            names = Counter(v[0] for v in held.values())
-            first = first or (names.most_common(1)[0][0], apart)
+            first = first or (name, apart)
     if first is None:
         return None
     name, groups = first

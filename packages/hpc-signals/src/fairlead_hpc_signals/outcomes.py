@@ -107,18 +107,19 @@ class StopOutcome:
         self,
         saved: str = "everything is saved",
         where: str = "",
-        earlier: str = "The newest complete checkpoint counts",
+        earlier: str | None = "The newest complete checkpoint counts",
     ) -> str:
         """The stop as a person reads it.
 
         Args:
             saved: What to say where all was saved.
             where: Where it stopped.
-            earlier: What there is where nothing could be saved, as a sentence without its full stop.
+            earlier: Which checkpoint counts where nothing could be saved, as a sentence without its full stop; None:
+                there is none.
         """
         kept = saved
         if self.unsaved is not None:
-            kept = f"not saved there: {self.unsaved}. {earlier}"
+            kept = f"not saved there: {self.unsaved}. {earlier or NO_CHECKPOINT}"
         because = f"as {self.asked}" if self.asked else _BECAUSE.get(self.reason.why, "asked to stop")
         stopped = f"stopped{where}, {because}; {kept}"
         if self.error:
@@ -132,8 +133,13 @@ class StopOutcome:
             return f"{stopped}; the job restarts ({self.requeued})"
         if self.start_wanted:
             return f"{stopped}; exit code {self.exit_code} requests a restart"
+        if self.unsaved is not None and earlier is None:
+            return stopped
         return f"{stopped}; the same command resumes from there"
 
+
+NO_CHECKPOINT: Final = "There is no checkpoint yet: the next start begins anew"
+"""Where a run has none yet."""
 
 _BECAUSE: Final[Mapping[str, str]] = {
     "preempted": "as another job needs the nodes",

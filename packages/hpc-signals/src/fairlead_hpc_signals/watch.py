@@ -35,7 +35,6 @@ from fairlead_runs.mailbox import Mailbox, StoreMailbox
 from fairlead_runs.waiting import Standing, own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was asked for
-_STALL_S: Final = 60.0  # without progress for so long, the main thread does not come to the stop any more
 _SAY_S: Final = 10.0  # without progress for so long, a person is told who is waited for
 _ASK_S: Final = 2.0  # how often it is looked where the ranks stand, once one has made no progress for so long
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
@@ -213,7 +212,7 @@ class StopWatch:
                 continue
             if time.monotonic() - asked_at > _ASK_S:
                 standing, asked_at = self.overdue.standing(), time.monotonic()
-            limit = _STALL_S if self.overdue.progress is not None and not standing.at_work else math.inf
+            limit = standing.patience_s if self.overdue.progress is not None else math.inf
             if self._leads and not said:
                 said = True
                 left = min(limit - still, self._deadline.left_to_save())

@@ -143,7 +143,8 @@ def advice_for_scripts() -> Iterator[None]:
                 'or give the run another name, or RunConfig(resume="never"): a new directory beside it;\n'
                 "or RunConfig(resume=CHECKPOINT): a new directory that starts from a checkpoint of this run"
             )
-        show_without_traceback(error)
+        if "other_rank" not in vars(error):  # rank 0 shows it
+            show_without_traceback(error)
         raise
 
 

@@ -19,8 +19,10 @@ _BEHIND_S: Final = 10.0
 """A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
 _SILENT_S: Final = 60.0
 """The same for a rank that is no step behind."""
-_WAITS = re.compile(r"(_engine_run_backward@|.*@(distributed_c10d|c10d_logger|collectives|call_check)\.py:)")
-"""Where a rank stands that waits for others: in the backward pass with its all-reduce, or in a collective."""
+_WAITS = re.compile(
+    r"(_engine_run_backward@|__exit__@distributed\.py:|.*@(distributed_c10d|c10d_logger|collectives|call_check)\.py:)"
+)
+"""Where a rank stands that waits for others: in the backward pass, in Lightning's barriers, or in a collective."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class Standing:
 
     Args:
         text: The ranks and their places, as a subject: `rank 1 (in its step, at backward@loss.py:12)`.
-        at_work: One of them is saving, and does not wait for another: that may take its time.
+        patience_s: How long they may stand there until the stop goes on without them.
     """
 
     text: str
-    at_work: bool = False
+    patience_s: float = 60.0
 
 
 def own_standing() -> Standing:

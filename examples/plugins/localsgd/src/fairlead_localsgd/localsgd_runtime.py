@@ -22,6 +22,8 @@ class LocalSGDStrategy(DDPStrategy):
         backend: The backend of the process group.
     """
 
+    replicas_drift = True  # on purpose: Fairlead does not compare the weights of the ranks
+
     def __init__(self, period: int, backend: str) -> None:
         super().__init__(process_group_backend=backend)
         self.period = period

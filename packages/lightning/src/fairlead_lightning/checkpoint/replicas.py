@@ -130,8 +130,10 @@ def _replicated(trainer: L.Trainer) -> dict[str, bool] | None:
     strategy: Any = trainer.strategy
     model = strategy.model
     layout = getattr(strategy, "layout", None)
-    if getattr(strategy, "_model_averager", None) is not None or getattr(layout, "pipeline", 1) > 1:
-        return None  # local SGD lets replicas drift apart between two averages; stages hold other layers
+    # Local SGD lets replicas drift apart between two averages; stages hold other layers.
+    drift = getattr(strategy, "_model_averager", None) is not None or getattr(strategy, "replicas_drift", False)
+    if drift or getattr(layout, "pipeline", 1) > 1:
+        return None
     if isinstance(model, DistributedDataParallel):
         # Before each forward pass DDP copies rank 0's to all: what differs now is no drift.
         return {"parameters": True, "buffers": not model.broadcast_buffers}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as L
@@ -28,6 +31,11 @@ _BATCHES: Final = ("train", "validate", "sanity")
 """The phases of a rank in which one batch follows another."""
 SAVES: Final = ("save", "stopping")
 """Those in which it writes."""
+
+_SAVE_STALL_S: Final = 600.0
+"""How long a save may stand at one place, and write nothing, until the stop goes on without it."""
+_CHUNK: Final = 2**24
+"""Bytes that count as progress of a save: more than heartbeats write meanwhile."""
 
 _AT: Final = {
     "": "starting",
@@ -125,7 +133,7 @@ class Ending:
             if self._session.phase not in _BATCHES:
                 place = place_of_thread()
                 if self._session.phase in SAVES and not waits_there(place):
-                    return object()  # it writes, which may take its time
+                    return self._session.phase, place, _written_bytes() // _CHUNK
                 # A compiler moves; what else goes on before the first step of a start has nothing to lose.
                 return self._session.phase, place if self._session.phase == "first-batch" else ""
             loop = trainer.fit_loop.epoch_loop
@@ -147,11 +155,15 @@ class Ending:
         beats = [beat for beat in self._session.heartbeats() if beat.phase != "stopped"]
         if not beats:
             return own_standing()
-        found = waiting(beats, time.time())
+        found = waiting(beats, time.time()) or waiting(beats, None)  # all stand still: who stands elsewhere is meant
         groups = grouped(found.behind if found is not None else beats)
         named = [f"{ranks_text(beat.rank for beat in group)} ({_stands(group[0])})" for group in groups]
-        at_work = any(beat.phase in SAVES and not waits_there(beat.place) for beat in beats)
-        return Standing(listed(named, most=4), at_work)
+        text = listed(named, most=4)
+        if self._session.phase in SAVES and not waits_there(place_of_thread()):
+            return Standing(text, _SAVE_STALL_S)
+        if any(beat.phase in SAVES and not waits_there(beat.place) for beat in beats):
+            return Standing(text, math.inf)  # that rank ends itself where its save hangs
+        return Standing(text)
 
     def carry_out(self, requested: StopRequested) -> None:
         """Ends all ranks together, once Lightning has left its loops, and tells the user.
@@ -233,17 +245,11 @@ class Ending:
         self._record(self._reason)
         self._session.event("requeue", any_rank=True, by=self._config.name, step=self._step())
 
-    def _newest(self) -> str:
-        newest = newest_complete(self._session.path / "checkpoints").checkpoint
-        if newest is None:
-            return "There is no checkpoint yet: the next start begins anew"
-        return f"The newest complete checkpoint is {newest.path.name}"
-
     def _tell(self, outcome: Any) -> None:
         saved = "everything is saved" if self._saves else "no checkpoint was asked for"
         if self._lacking is not None:
             saved += f" in {self._session.path}, where the next start must find it: {self._lacking}"
-        text = outcome.told(saved, f" at step {self._step()}", self._newest())
+        text = outcome.told(saved, f" at step {self._step()}", newest_text(self._session.path))
         if self._trainer.is_global_zero:
             self._say(text)
             send_report(
@@ -251,6 +257,21 @@ class Ending:
             )  # where it ends late, nothing else says that it was a stop
         elif not send_report(self._environ, text, outcome.exit_code):  # in place of rank 0
             to_stderr(text)
+
+
+def newest_text(run: Path) -> str | None:
+    """Which checkpoint the next start of a run resumes from; None: it has none."""
+    newest = newest_complete(run / "checkpoints").checkpoint
+    return None if newest is None else f"The newest complete checkpoint is {newest.path.name}"
+
+
+def _written_bytes() -> int:
+    """What this process has written to files; 0 where the system does not count it."""
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return int(re.findall(r"^write_bytes: (\d+)", text, re.MULTILINE)[0])
 
 
 def _at(phase: str) -> str:
