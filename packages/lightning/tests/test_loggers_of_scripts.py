@@ -49,9 +49,12 @@ def scalars(root: Path) -> dict[str, list[int]]:
 
     (folder,) = (root / "logs" / "events").iterdir()
     assert folder.name == "version_0"
-    assert event_files(folder)
-    found = EventAccumulator(str(folder)).Reload()
-    return {tag: [one.step for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    steps: dict[str, list[int]] = {}
+    for name in event_files(folder):  # each by itself: of one process and one second their names are in no order
+        found = EventAccumulator(str(folder / name)).Reload()
+        for tag in found.Tags()["scalars"]:
+            steps.setdefault(tag, []).extend(one.step for one in found.Scalars(tag))
+    return {tag: sorted(found) for tag, found in steps.items()}
 
 
 @pytest.mark.parametrize("at", [5, 7])
