@@ -118,7 +118,7 @@ def test_a_deadlock_in_a_save_is_named_and_ends_at_the_second_sigterm(tmp_path: 
     [
         (signal.SIGTERM, 143, "not saved there: SIGTERM came again. The newest complete checkpoint is step-00000005"),
         # Python code hears of it.
-        (signal.SIGINT, 130, "stopped by the keyboard. The newest complete checkpoint is step-00000005; the same command"),
+        (signal.SIGINT, 130, "stopped by the keyboard. The newest complete checkpoint is step-00000005; the same"),
     ],
 )
 def test_one_process_that_hangs_ends_when_asked_twice(

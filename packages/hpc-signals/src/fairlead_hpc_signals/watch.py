@@ -1,6 +1,6 @@
 """Sees to it that a stop is over in time: a rank whose main thread does not come to it is ended without it.
 
-What takes longer than twelve seconds is said once: which rank is waited for, where it stands, and when the job gives up.
+What makes no progress for twelve seconds is said once: which rank is waited for, where it stands, and until when.
 
 The main thread may sit in a collective with a rank that is stopped or dead, in C code, or in a save that hangs. Then a
 thread of each rank sees the deadline come: the first has the job started again, from the newest complete checkpoint,
