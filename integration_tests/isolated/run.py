@@ -1,22 +1,12 @@
 """Install Fairlead into environments with nothing else, by the README's lines and extra by extra, and use it.
 
 `python -m integration_tests.isolated.run --readme [EXTRAS...]` runs the lines of README.md that install a clone, each
-<<<<<<< HEAD
-as it stands, or those with these extras (`check`, `slurm,deepspeed`): with pip 23.2, which Python 3.11 brings, and
-today's.
-
-`python -m integration_tests.isolated.run WHEELS [EXTRA...]` installs extras from wheels. pip resolves every extra on
-its own. Extras that resolve to the same distributions are the same environment, made once; each of them is then used
-in it. What pip installed is compared with what it resolved. An extra whose engine cannot be imported on this machine
-is resolved only, and the table says so.
-=======
 as it stands, or those with these extras (`check`, `slurm,deepspeed`): with pip 23.2, which Python 3.11 has, or today's.
 
 `python -m integration_tests.isolated.run WHEELS [EXTRA...]` installs extras from wheels. pip resolves every extra on
 its own. Extras that resolve to the same distributions are the same environment, made once; each of them is then used in
 it. What pip installed is compared with what it resolved. An extra whose engine cannot be imported on this machine is
 resolved only, and the table says so.
->>>>>>> install
 """
 
 from __future__ import annotations

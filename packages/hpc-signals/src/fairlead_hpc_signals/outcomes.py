@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final, NoReturn
 
 from fairlead.facts import StopReason
-from fairlead_runs.exit_codes import ExitCode
 from fairlead_runs.describe import NO_CHECKPOINT
+from fairlead_runs.exit_codes import ExitCode
 
 REQUEUE_EXIT_CODE: Final = int(ExitCode.AGAIN)
 """Stopped with everything saved, and another start is wanted (EX_TEMPFAIL)."""

@@ -35,7 +35,7 @@ from fairlead_runs.mailbox import Mailbox, StoreMailbox
 from fairlead_runs.waiting import Standing, own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was asked for
-_SAY_S: Final = 12.0  # without progress for so long, a person is told who is waited for: heartbeats say where from 11 s
+_SAY_S: Final = 12.0  # without progress for so long, a person is told who is waited for; a heartbeat says where by then
 _ASK_S: Final = 2.0  # how often it is looked where the ranks stand, once one has made no progress for so long
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
 _APART_S: Final = 1.0  # a second SIGTERM that comes sooner belongs to the first: a launcher often sends two
