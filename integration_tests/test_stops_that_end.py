@@ -197,6 +197,6 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(tmp_path: Path, bad: 
     assert f"rank {bad} on {os.uname().nodename} (pid " in ended[1 - bad].err, ended[1 - bad].err
     assert "failed before it joined the others" in ended[1 - bad].err
     # The error with its frame, on lines of their own: of two ranks one refers to what the other shows.
-    assert re.search(r'^  why:   building .* failed$', ended[1 - bad].err, re.MULTILINE), ended[1 - bad].err
+    assert re.search(r"^  why:   building .* failed$", ended[1 - bad].err, re.MULTILINE), ended[1 - bad].err
     assert re.search(r' File ".*\.py", line \d+, in __init__$', ended[1 - bad].err, re.MULTILINE)
     assert "no luck in __init__" in ended[1 - bad].err
