@@ -43,7 +43,17 @@ if here("import"):
     hangs()
 
 
+class Slow:
+    def __reduce__(self):
+        open("stuck", "w").close()
+        hangs()
+
+
 class Stuck(Model):
+    def on_save_checkpoint(self, checkpoint):
+        if here("pickle"):
+            checkpoint["slow"] = Slow()
+
     def setup(self, stage):
         if here("setup"):
             open("stuck", "w").close()
@@ -91,7 +101,7 @@ def stuck(tmp_path: Path, where: str, **trainer: Any) -> Running:
 def test_a_deadlock_in_a_save_is_named_and_ends_at_the_second_sigterm(tmp_path: Path) -> None:
     running = stuck(tmp_path, "save:0")
     os.kill(running.process.pid, signal.SIGTERM)
-    time.sleep(13)
+    time.sleep(14)
     os.kill(running.process.pid, signal.SIGTERM)
     began = time.monotonic()
     ended = running.end()
@@ -107,7 +117,8 @@ def test_a_deadlock_in_a_save_is_named_and_ends_at_the_second_sigterm(tmp_path: 
     ("signum", "code", "kept"),
     [
         (signal.SIGTERM, 143, "not saved there: SIGTERM came again. The newest complete checkpoint is step-00000005"),
-        (signal.SIGINT, 130, "the run resumes from its last checkpoint"),  # Python code hears of it
+        # Python code hears of it.
+        (signal.SIGINT, 130, "stopped by the keyboard. The newest complete checkpoint is step-00000005; the same"),
     ],
 )
 def test_one_process_that_hangs_ends_when_asked_twice(
@@ -122,6 +133,20 @@ def test_one_process_that_hangs_ends_when_asked_twice(
     assert time.monotonic() - began < 6.5, ended.text
     assert ended.code == code, ended.text
     assert kept in ended.text
+
+
+def test_a_save_that_hangs_is_named_and_ends_when_asked_twice(tmp_path: Path) -> None:
+    running = stuck(tmp_path, "pickle:0", devices=1, strategy="auto")
+    os.kill(running.process.pid, signal.SIGTERM)
+    time.sleep(14)
+    began = time.monotonic()
+    os.kill(running.process.pid, signal.SIGTERM)
+    ended = running.end()
+    assert time.monotonic() - began < 6.5, ended.text
+    assert ended.code == 143, ended.text
+    assert re.search(r"the stop waits for rank 0 \(saving, at hangs@stuck\.py:\d+\); in \d+ s the job ends", ended.err)
+    assert "There is no checkpoint yet: the next start begins anew" in ended.text
+    assert "resumes from" not in ended.text
 
 
 @pytest.mark.full
@@ -145,6 +170,10 @@ def test_one_signal_ends_whatever_hangs_within_a_minute_and_a_half(tmp_path: Pat
     assert ended.code in (75, 143), ended.text
     assert at in ended.text
     assert "the stop waits for" in ended.text or where.startswith("import")
+    if where in ("validate:1", "setup:1", "step:1"):
+        said = re.search(r"the stop waits for (.*)", ended.text)
+        assert said is not None
+        assert ("rank 1" in said[1] and "rank 0" not in said[1]) == (where != "validate:1"), said[0]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -167,4 +196,7 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(tmp_path: Path, bad: 
     assert "no luck in __init__" in ended[bad].err
     assert f"rank {bad} on {os.uname().nodename} (pid " in ended[1 - bad].err, ended[1 - bad].err
     assert "failed before it joined the others" in ended[1 - bad].err
+    # The error with its frame, on lines of their own: of two ranks one refers to what the other shows.
+    assert re.search(r"^  why:   building .* failed$", ended[1 - bad].err, re.MULTILINE), ended[1 - bad].err
+    assert re.search(r' File ".*\.py", line \d+, in __init__$', ended[1 - bad].err, re.MULTILINE)
     assert "no luck in __init__" in ended[1 - bad].err

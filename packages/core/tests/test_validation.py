@@ -141,6 +141,9 @@ def test_a_wrong_type(load: Load, text: str, what: str, fix: str | None) -> None
         ("gradient_clip_val: -1.0", "wrong-value", "write a number from 0"),
         ("devices: -2", "wrong-value", "write a number from 1, a list of indices as [0, 2], or -1 or auto for all"),
         ("devices: one", "wrong-type", "write 1"),
+        ("devices: many", "wrong-type", "write an integer or a list or 'auto'"),
+        ("ckpt_path: last.ckpt", "unknown-field", "move it there: `run: {ckpt_path: ...}`"),
+        ("seed: 3", "unknown-field", "move it there: `run: {seed: ...}`"),
     ],
 )
 def test_each_mistake_has_what_to_do(load: Load, text: str, code: str, fix: str) -> None:

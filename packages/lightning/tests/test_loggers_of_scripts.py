@@ -74,3 +74,21 @@ def test_a_version_that_the_script_names_is_its_own(tmp_path: Path) -> None:
             train(tmp_path, at, loggers=[CSVLogger(tmp_path / "logs", version=version)])
     folders = (tmp_path / "logs" / "lightning_logs").iterdir()
     assert sorted(folder.name for folder in folders if (folder / "metrics.csv").exists()) == ["mine", "yours"]
+
+
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
+@pytest.mark.parametrize("version", ["mine", 3])
+def test_a_version_that_every_start_names_keeps_its_rows(tmp_path: Path, version: str | int) -> None:
+    """Lightning deletes them when it makes the logger's writer, before a callback is asked anything."""
+    for at in (5, 7, 9, -1):
+        with pytest.raises(RuntimeError, match="no luck") if at > 0 else nullcontext():
+            train(tmp_path, at, loggers=[CSVLogger(tmp_path / "logs", version=version)])
+    train(tmp_path / "whole")
+    (file,) = (tmp_path / "logs").rglob("metrics.csv")
+    with file.open(newline="") as lines:
+        assert list(csv.DictReader(lines)) == rows(tmp_path / "whole")
+
+
+def test_the_settings_of_checkpoints_may_be_a_mapping(tmp_path: Path) -> None:
+    callback = Fairlead(run=tmp_path / "run", checkpoint={"every_n_steps": 4})
+    assert callback.checkpoint == CheckpointConfig(every_n_steps=4)

@@ -122,7 +122,7 @@ class _Meeting:
 
     def declined(self, why: str) -> dict[str, Any]:
         who = f"rank {self.mailbox.rank} on {self.facts}"
-        return self.verdict(f"{who} failed before it joined the others", why, "look at its output, which says more")
+        return self.verdict(f"{who} failed before it joined the others", why, None)
 
     def answer(self, generation: int, numbers: Sequence[int]) -> list[int]:
         """Tells those who came which attempt this is; in few messages, for thousands come at once."""
@@ -225,7 +225,7 @@ class _Meeting:
 
     # -- all
 
-    def verdict(self, what: str, why: str | None, fix: str, missing: Iterable[int] = ()) -> dict[str, Any]:
+    def verdict(self, what: str, why: str | None, fix: str | None, missing: Iterable[int] = ()) -> dict[str, Any]:
         return {"what": what, "why": why, "fix": fix, "missing": list(missing), "where": self.where}
 
     def give_up(self, verdict: Mapping[str, Any]) -> NoReturn:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final, NoReturn
 
 from fairlead.facts import StopReason
+from fairlead_runs.describe import NO_CHECKPOINT
 from fairlead_runs.exit_codes import ExitCode
 
 REQUEUE_EXIT_CODE: Final = int(ExitCode.AGAIN)
@@ -137,9 +138,6 @@ class StopOutcome:
             return stopped
         return f"{stopped}; the same command resumes from there"
 
-
-NO_CHECKPOINT: Final = "There is no checkpoint yet: the next start begins anew"
-"""Where a run has none yet."""
 
 _BECAUSE: Final[Mapping[str, str]] = {
     "preempted": "as another job needs the nodes",

@@ -76,7 +76,7 @@ class Fairlead(L.Callback):
         self,
         run: str | os.PathLike[str] | RunConfig | None = None,
         *,
-        checkpoint: CheckpointConfig | None = None,
+        checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
         requeue: RequeueConfigBase | Mapping[str, Any] | str = "auto",
         max_non_finite: int | None = 10,
         check_divergence_every_n_steps: int | None = None,
@@ -92,7 +92,7 @@ class Fairlead(L.Callback):
     ) -> None:
         hush()  # before the script's Trainer is made, which advertises
         self.run = run_config(run)
-        self.checkpoint = checkpoint or CheckpointConfig()
+        self.checkpoint = CheckpointConfig.model_validate(checkpoint or {})
         self.batch_policy = batch_policy
         self.session: RunSession | None = None
         self._environ = os.environ if environ is None else environ

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+NO_CHECKPOINT: Final = "There is no checkpoint yet: the next start begins anew"
+"""What the next start of a run does that has not saved anything."""
 
 
 def described(thing: object) -> dict[str, Any]:

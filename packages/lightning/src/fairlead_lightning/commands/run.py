@@ -18,7 +18,6 @@ from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import BuildContext
 from fairlead.user_code import CodeRoot, activate
-from fairlead_distributed.alarms import Alarm
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.opening import file_to_evaluate
@@ -57,11 +56,11 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
     except BaseException as error:
         if isinstance(error, ConfigError) and error.where is not None:
             error.where = checked.loaded.place(error.where)
+        text, code = described_failure(error, root)
         if isinstance(error, Exception) and checked.resolution is not None:
-            tell_of_failure(checked.resolution, session.environ, Alarm.of_error(_rank(checked), error).what)
+            tell_of_failure(checked.resolution, session.environ, text.removeprefix("error: "))
         if session.debug:
             traceback.print_exc()
-        text, code = described_failure(error, root)
         if send_report(session.environ, text, code, lost_a_peer=lost_a_peer(error)):
             return code
         if isinstance(error, FairleadError):

@@ -27,7 +27,8 @@ def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
         by = "Ctrl-C" if error.exit_code == 128 + signal.SIGINT else "a signal"
         return "" if error.outcome is not None else f"stopped by {by}; {error.kept}", error.exit_code
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-        return "stopped by the keyboard; the run resumes from its last checkpoint when you restart it", 130
+        pressed = error if isinstance(error, KeyboardInterrupt) else error.__context__
+        return ". ".join(["stopped by the keyboard", *getattr(pressed, "__notes__", [])]), 130
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         return f"the job's own code called exit({code})\n{_traceback(error, root)}", 1

@@ -11,7 +11,9 @@ from fairlead.errors import FairleadError, RunFailedError
 from fairlead_distributed.process_group import leave_at_exit
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
+from fairlead_lightning.lifecycle.stopping import newest_text
 from fairlead_lightning.lifecycle.stops import Stops
+from fairlead_runs.describe import NO_CHECKPOINT
 
 
 @compat.only_its_own_batch_hooks
@@ -88,7 +90,11 @@ class Recorder(L.Callback):
             return
         if self._stops is not None:
             self._stops.left_by(exception)
-        self.session.raised(exception, trainer.global_step, stopped=isinstance(exception, KeyboardInterrupt))
+        pressed = isinstance(exception, KeyboardInterrupt)
+        if pressed:
+            newest = newest_text(self.session.path)
+            exception.add_note(f"{newest}; the same command resumes from there" if newest else NO_CHECKPOINT)
+        self.session.raised(exception, trainer.global_step, stopped=pressed)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The limits of the job were reached, and the last checkpoint is durable."""

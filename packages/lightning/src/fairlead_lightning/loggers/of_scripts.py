@@ -18,6 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from fairlead_lightning.loggers.tensorboard.runtime import NOTHING, EventLogger, known_position
 
+_KEPT: Final = ".metrics.csv.kept"
+"""A second name of a logger's rows: where a script names the version, Lightning deletes them before any hook."""
 _BEGUN_BYTES: Final = 200  # what TensorBoard writes at the head of a file
 
 
@@ -122,11 +124,13 @@ class ContinuedCSVLogger(CSVLogger):
         with path.open(newline="", encoding="utf-8") as file:
             rows = sum(1 for _ in csv.DictReader(file))
             os.fsync(file.fileno())
+        _keep(path)
         return {"version": self.version, "rows": rows}
 
     def _earlier(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The header and the rows to keep."""
-        path = Path(self.log_dir, "metrics.csv")
+        path = Path(self.log_dir, _KEPT)
+        path = path if path.exists() and self._position is not None else path.with_name("metrics.csv")
         if self._resume_step is None or not path.exists():
             return [], []
         with path.open(newline="", encoding="utf-8") as file:
@@ -136,3 +140,17 @@ class ContinuedCSVLogger(CSVLogger):
         if self._position is not None:
             return header, rows[: int(self._position["rows"])]
         return header, [row for row in rows if int(float(row.get("step") or 0)) < self._resume_step]
+
+
+def _keep(path: Path) -> None:
+    """Gives the rows of a logger their second name."""
+    kept = path.with_name(_KEPT)
+    if kept.exists() and kept.samefile(path):
+        return
+    new = path.with_name(f"{_KEPT}.new")
+    new.unlink(missing_ok=True)
+    try:
+        os.link(path, new)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, new)
+    new.replace(kept)
