@@ -10,14 +10,14 @@ import pytest
 from fairlead import PluginManager
 from fairlead.facts import Devices, Setting
 from fairlead.testing import FakeEntryPoint, minimal_resolution, stand_ins
-from fairlead_launch.submission.local import _places
+from fairlead_launch.submission.local import _slots
 
 PLUGINS = PluginManager([FakeEntryPoint(name, target) for name, target in stand_ins().items()])
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "each", "asked", "left", "environ", "places"),
+    ("gpus", "each", "asked", "left", "environ", "slots"),
     [
         (4, 1, None, 9, {}, [{GPUS: "0"}, {GPUS: "1"}, {GPUS: "2"}, {GPUS: "3"}]),
         (4, 2, None, 9, {}, [{GPUS: "0,1"}, {GPUS: "2,3"}]),
@@ -31,8 +31,8 @@ GPUS = "CUDA_VISIBLE_DEVICES"
         (0, 1, 3, 0, {}, [{}]),
     ],
 )
-def test_each_place_has_its_devices(
-    gpus: int, each: int, asked: int | None, left: int, environ: Mapping[str, str], places: list[Mapping[str, str]]
+def test_each_slot_has_its_devices(
+    gpus: int, each: int, asked: int | None, left: int, environ: Mapping[str, str], slots: list[Mapping[str, str]]
 ) -> None:
     found = minimal_resolution(PLUGINS)
     kind = "cuda" if gpus else "cpu"
@@ -40,7 +40,7 @@ def test_each_place_has_its_devices(
     resolution = dataclasses.replace(
         found, device_type=kind, devices=each, devices_found=Devices(gpus, "test"), settings=settings
     )
-    assert _places(resolution, asked, left, environ) == places
+    assert _slots(resolution, asked, left, environ) == slots
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_each_place_has_its_devices(
 def test_trials_share_the_processors(reason: str, asked: int, threads: str | None) -> None:
     found = minimal_resolution(PLUGINS)
     resolution = dataclasses.replace(found, settings={**found.settings, "threads": Setting(8, reason)})
-    assert {place.get("OMP_NUM_THREADS") for place in _places(resolution, asked, 99, {})} == {threads}
+    assert {slot.get("OMP_NUM_THREADS") for slot in _slots(resolution, asked, 99, {})} == {threads}

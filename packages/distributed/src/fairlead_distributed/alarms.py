@@ -20,8 +20,7 @@ from fairlead_runs.mailbox import StoreMailbox
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
 _DID: Final = {"failed": "failed", "left": "has left the training"}
 NO_REPORT: Final = "exited without an error report: killed (out of memory?), or its node died"
-SAY_S: Final = 10.0
-"""Seconds after which a person is told who is waited for."""
+_SAY_S: Final = 10.0  # seconds after which a person is told who is waited for
 _STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
 
 
@@ -140,7 +139,7 @@ class SlowWait:
 
     def __init__(self, text: Callable[[], str | None]) -> None:
         self._text = text
-        self._at = time.monotonic() + SAY_S
+        self._at = time.monotonic() + _SAY_S
 
     def look(self) -> None:
         """Called while it is waited."""

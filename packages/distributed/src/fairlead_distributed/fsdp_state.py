@@ -125,10 +125,9 @@ def mixed_units(model: Module) -> dict[str, list[str]]:
     The frozen parameters of each by the unit's name: torch cannot put the state of its optimizer together (2.13).
     """
     found: dict[str, list[str]] = {}
-    for name, unit in model.named_modules():
-        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
-        params = handle.flat_param._params if handle is not None else None
-        if handle is None or params is None or not handle.uses_sharded_strategy:
+    for name, handle in _handles(model):
+        params = handle.flat_param._params
+        if params is None or not handle.uses_sharded_strategy:
             continue
         trained = [one.requires_grad for one in params]
         flat, size = handle.flat_param, handle.flat_param._sharded_size.numel()
@@ -193,10 +192,7 @@ def _like(value: object, parameter: Tensor) -> bool:
 
 def _numbers(model: Module, optimizer: Optimizer) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
-    for name, unit in model.named_modules():
-        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
-        if handle is None:
-            continue
+    for name, handle in _handles(model):
         flat = handle.flat_param
         for index, own in enumerate(flat._fqns):
             parameter = flat._params[index] if flat._params is not None else flat
@@ -207,6 +203,13 @@ def _numbers(model: Module, optimizer: Optimizer) -> dict[tuple[str, str], float
     return found
 
 
+def _handles(model: Module) -> Iterator[tuple[str, Any]]:
+    """The handle of each unit that has flat parameters, by the unit's name."""
+    for name, unit in model.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            yield name, unit._handle
+
+
 def _full_name(unit: str, own: str) -> str:
     return plain_name(f"{unit}.{own}".lstrip("."))
 
@@ -215,10 +218,7 @@ def _full_name(unit: str, own: str) -> str:
 def _gathered(model: Module, part: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
     """Whole tensors of the parameters' shapes, of what each rank has for its own parts; None: nothing."""
     found: dict[str, Tensor] = {}
-    for name, unit in model.named_modules():
-        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
-        if handle is None:
-            continue
+    for name, handle in _handles(model):
         flat = handle.flat_param
         for index, own in enumerate(flat._fqns):
             shard, numel = flat._shard_param_infos[index], flat._numels[index]

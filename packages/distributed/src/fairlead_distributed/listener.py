@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fairlead_distributed.alarms import SAY_S, SlowWait
+from fairlead_distributed.alarms import SlowWait
 from fairlead_distributed.errors import AddressNotFoundError, AddressUnreachableError
 from fairlead_launch.ports import PortError, bind_listener
 
@@ -134,8 +134,13 @@ def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, tim
     """
     ports, deadline, turn = tuple(ports), time.monotonic() + timeout, 0
     seen: dict[int, Answer] = {}
-    waits = f"rank {rank} waits for rank 0 of {identity} at {host}; it gives up in {timeout - SAY_S:.0f} s"
-    slow = SlowWait(lambda: waits if rank == 1 else None)  # one speaks for all
+
+    def said() -> str | None:
+        left = deadline - time.monotonic()
+        text = f"rank {rank} waits for rank 0 of {identity} at {host}; it gives up in {left:.0f} s"
+        return text if rank == 1 else None  # one speaks for all
+
+    slow = SlowWait(said)
     while True:
         patience = min(_PATIENCE_FIRST * 1.5**turn, _PATIENCE_LAST, max(0.1, deadline - time.monotonic()))
         for port in ports:

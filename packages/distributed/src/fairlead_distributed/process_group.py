@@ -157,17 +157,7 @@ def init_process_group(
     )
     with closing(opened):
         facts = own_facts(own, start=start, config_hash=config_hash, exclusive=nccl and world_size > 1)
-        keys = meet(
-            opened.store,
-            rank,
-            world_size,
-            facts,
-            start,
-            environ=environ,
-            timeout=preflight_timeout,
-            where=opened.where,
-            all_here=opened.close,
-        )
+        keys = meet(opened, rank, world_size, facts, start, environ=environ, timeout=preflight_timeout)
     keys.set_timeout(timeout)
     try:
         dist.init_process_group(
@@ -205,22 +195,11 @@ def decline_process_group(
     Raises:
         RendezvousError: Always: a PreflightError where the others were there.
     """
-    opened, start = open_store(
-        init_method, None, rank, world_size, start=start, environ=environ, timeout=timedelta(seconds=DECLINE_S)
-    )
+    timeout = timedelta(seconds=DECLINE_S)
+    opened, start = open_store(init_method, None, rank, world_size, start=start, environ=environ, timeout=timeout)
     with closing(opened):
         facts = own_facts(device, start=start)
-        meet(
-            opened.store,
-            rank,
-            world_size,
-            facts,
-            start,
-            environ=environ,
-            timeout=timedelta(seconds=DECLINE_S),
-            where=opened.where,
-            declines=why,
-        )
+        meet(opened, rank, world_size, facts, start, environ=environ, timeout=timeout, declines=why)
 
 
 def destroy_process_group() -> None:

@@ -23,6 +23,7 @@ from fairlead.starts import Start
 from fairlead_distributed import _environ
 from fairlead_distributed.alarms import SlowWait
 from fairlead_distributed.errors import PreflightError, RendezvousError
+from fairlead_distributed.opening import Opened
 from fairlead_distributed.preflight import RankFacts, absent_lines, differences
 from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import ranks_text
@@ -40,7 +41,7 @@ _ONE_INSTALLATION = "start all ranks from one installation and one config, as co
 
 
 def meet(
-    store: dist.Store,
+    opened: Opened,
     rank: int,
     world_size: int,
     facts: RankFacts,
@@ -48,20 +49,18 @@ def meet(
     *,
     environ: Mapping[str, str],
     timeout: timedelta,
-    where: str,
-    all_here: Callable[[], None] = lambda: None,
     declines: str | None = None,
 ) -> dist.PrefixStore:
     """Waits until all ranks of this attempt are here and fit together; returns the part of the store that is theirs.
 
-    The store may be of any age. `all_here` is called on rank 0 when no further rank has to find it. All ranks that came
-    get the same PreflightError; a RendezvousError says that the store went away. `declines` says why this rank does not
-    take part: that is their error then, and its own.
+    The store may be of any age; rank 0 closes it when no further rank has to find it. All ranks that came get the same
+    PreflightError; a RendezvousError says that the store went away. `declines` says why this rank does not take part:
+    that is their error then, and its own.
     """
-    attempt = dist.PrefixStore(f"fairlead/restart_{_environ.restart_count(environ)}", store)
+    attempt = dist.PrefixStore(f"fairlead/restart_{_environ.restart_count(environ)}", opened.store)
     deadline = time.monotonic() + timeout.total_seconds()
     mailbox = StoreMailbox(attempt, rank, world_size)
-    meeting = _Meeting(mailbox, facts, start, deadline, timeout, where, all_here, declines)
+    meeting = _Meeting(mailbox, facts, start, deadline, timeout, opened.where, opened.close, declines)
     generation = meeting.lead() if rank == 0 else meeting.follow()
     return dist.PrefixStore(f"{generation}/group", attempt)
 

@@ -1,6 +1,6 @@
 """Sees to it that a stop is over in time: a rank whose main thread does not come to it is ended without it.
 
-What makes no progress for twelve seconds is said once: which rank is waited for, where it stands, and until when.
+What makes no progress for ten seconds is said once: which rank is waited for, where it stands, and until when.
 
 The main thread may sit in a collective with a rank that is stopped or dead, in C code, or in a save that hangs. Then a
 thread of each rank sees the deadline come: the first has the job started again, from the newest complete checkpoint,
@@ -35,7 +35,7 @@ from fairlead_runs.mailbox import Mailbox, StoreMailbox
 from fairlead_runs.waiting import Standing, own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was asked for
-_SAY_S: Final = 12.0  # without progress for so long, a person is told who is waited for; a heartbeat says where by then
+_SAY_S: Final = 10.0  # without progress for so long, a person is told who is waited for; heartbeats say where before
 _ASK_S: Final = 2.0  # how often it is looked where the ranks stand, once one has made no progress for so long
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
 _APART_S: Final = 1.0  # a second SIGTERM that comes sooner belongs to the first: a launcher often sends two
@@ -216,9 +216,7 @@ class StopWatch:
             if self._leads and not said:
                 said = True
                 left = min(limit - still, self._deadline.left_to_save())
-                then = "a second SIGTERM ends" if math.isinf(left) else f"in {left:.0f} s"
-                end = "it at once" if math.isinf(left) else "the job ends without it"
-                to_stderr(f"the stop waits for {standing.text}; {then} {end}")
+                to_stderr(f"the stop waits for {standing.text}; in {left:.0f} s the job ends without it")
             if still > limit:
                 self.end(f"this rank is still {self._at}, and nothing has changed for {limit:g} s")
 

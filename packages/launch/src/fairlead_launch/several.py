@@ -69,7 +69,7 @@ class SeveralNodes:
         self._trouble: str | None = None
         self._end: Message | None = None
         self._starts = 0
-        self._held = socket.socket()
+        self._held: socket.socket | None = None
         self.grows: Callable[[], bool] = lambda: False
         """Whether the ranks of now save and stop when they are asked to."""
 
@@ -83,7 +83,7 @@ class SeveralNodes:
         self._received, self._told, self._trouble = received, None, None
         if self._line is None and not self._join(received):
             return 128 + received[0]
-        self._send({"kind": "ready", "port": self._free_port()})
+        self._send({"kind": "ready", "port": self._hold_port()})
         while True:
             for message in self._messages():
                 if message["kind"] == "go":
@@ -118,7 +118,7 @@ class SeveralNodes:
 
     def close(self) -> None:
         """Leaves; node 0 waits until all have heard of the end."""
-        self._held.close()
+        self._release_port()
         if self._line is not None:
             self._line.close()
         if self._meeting is not None:
@@ -182,15 +182,20 @@ class SeveralNodes:
                 fix=f"end what holds it (`ss -ltnp 'sport = :{self._port}'`), or give all nodes another --main-port",
             ) from error
 
-    def _free_port(self) -> int:
+    def _hold_port(self) -> int:
         """Where rank 0 would listen: behind the launchers' own port, for a firewall that lets some through.
 
         Another one in each start: what is left of the last one's ranks finds nobody.
         """
         first = self._port + 1 + self._starts % 100
-        self._held.close()
+        self._release_port()
         self._held = hold_port([*range(first, min(first + 100, 65536)), 0])
         return int(self._held.getsockname()[1])
+
+    def _release_port(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def _read(self, line: Line) -> None:
         while (messages := line.receive()) is not None:

@@ -21,7 +21,7 @@ RECORD_BYTES = 128
 _CHECK_BYTES = 10  # a space, eight hexadecimal digits, the line's end
 _NAME = re.compile(r"node-(\d+)\.txt")
 _WORD = re.compile(r"[^\w.:/<>@-]+", re.ASCII)
-_STILL_S = 10.0
+_STILL_S = 8.0
 """How long a rank has to stand still until its record says where."""
 
 
@@ -34,7 +34,7 @@ class Beat:
         turn: How often the phase changed since the step did: all ranks take the same turns, so that of two ranks the
             one with the lower `(step, turn)` is behind.
         start: The number of the start that it belongs to; 0: not known.
-        place: Where its code stands, `function@file.py:12`, once it has stood still for ten seconds; else empty.
+        place: Where its code stands, `function@file.py:12`, once it has stood still for eight seconds; else empty.
     """
 
     rank: int

@@ -91,12 +91,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All trials of a sweep, how many run at once, and the variables of each place at which one runs."""
+    """All trials of a sweep, how many run at once, and the variables of each slot at which one runs."""
 
     home: Path
     folder: Path
     trials: Sequence[Trial]
-    places: Sequence[Mapping[str, str]]
+    slots: Sequence[Mapping[str, str]]
 
 
 def run_here(arguments: argparse.Namespace, session: Session) -> int:
@@ -124,7 +124,7 @@ def run_here(arguments: argparse.Namespace, session: Session) -> int:
     say = session.warn if arguments.json else session.print
     before = sum(trial.finished for trial in made.trials)
     skipped = f"; {before} finished before" if before else ""
-    say(f"sweep     {counted(len(made.trials), 'trial')}, {len(made.places)} at once{skipped}")
+    say(f"sweep     {counted(len(made.trials), 'trial')}, {len(made.slots)} at once{skipped}")
     if arguments.dry_run:
         for trial in made.trials:
             say(f"{'finished' if trial.finished else 'would run':<10}{trial.name()}")
@@ -174,8 +174,8 @@ def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Fi
         )
     resolution = checked[0].resolution
     assert resolution is not None
-    places = _places(resolution, arguments.max_parallel, sum(not t.finished for t in trials), session.environ)
-    return Sweep(home, folder, trials, places)
+    slots = _slots(resolution, arguments.max_parallel, sum(not t.finished for t in trials), session.environ)
+    return Sweep(home, folder, trials, slots)
 
 
 def _names(loads: Sequence[LoadedJob], cwd: Path) -> tuple[Path, list[str]]:
@@ -210,15 +210,13 @@ def _frozen(loaded: LoadedJob, name: str, cwd: Path) -> dict[str, Any]:
     assert loaded.job is not None
     data: dict[str, Any] = copy.deepcopy(loaded.data)
     folder = str((cwd / loaded.job.run.dir).absolute())
-    code = [str(place) for place in loaded.root.folders]
+    code = [str(one) for one in loaded.root.folders]
     data["run"] = {**(data.get("run") or {}), "name": name, "dir": folder, "code": code}
     return data
 
 
-def _places(
-    resolution: Resolution, asked: int | None, left: int, environ: Mapping[str, str]
-) -> list[Mapping[str, str]]:
-    """The variables of each place at which a trial runs: its GPUs, and its share of the processors.
+def _slots(resolution: Resolution, asked: int | None, left: int, environ: Mapping[str, str]) -> list[Mapping[str, str]]:
+    """The variables of each slot at which a trial runs: its GPUs, and its share of the processors.
 
     Where the job has no number of them, as many as there are GPUs for run at once; on processors one by one.
     """
@@ -228,7 +226,7 @@ def _places(
     threads = resolution.settings.get("threads")
     divided = count > 1 and threads is not None and threads.reason not in ("trainer.threads", "OMP_NUM_THREADS")
     found: list[Mapping[str, str]] = []
-    for place in range(count):
+    for slot in range(count):
         own: dict[str, str] = {}
         if divided and threads is not None:
             own["OMP_NUM_THREADS"] = str(max(1, int(threads.value) // count))
@@ -236,7 +234,7 @@ def _places(
             variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
             visible = [one.strip() for one in environ.get(variable, "").split(",") if one.strip()]
             visible = visible if len(visible) >= gpus else [str(index) for index in range(gpus)]
-            own[variable] = ",".join(visible[(place * each + index) % gpus] for index in range(min(each, gpus)))
+            own[variable] = ",".join(visible[(slot * each + index) % gpus] for index in range(min(each, gpus)))
         found.append(own)
     return found
 
@@ -269,12 +267,12 @@ def _write(sweep: Sweep, session: Session) -> None:
 
 
 class _Running:
-    """Starts trials as places become free, and ends them all when it is asked to stop."""
+    """Starts trials as slots become free, and ends them all when it is asked to stop."""
 
     def __init__(self, sweep: Sweep, session: Session, say: Any) -> None:
         self._session, self._say = session, say
         self._waiting = deque(trial for trial in sweep.trials if not trial.finished)
-        self._free = list(reversed(sweep.places))
+        self._free = list(reversed(sweep.slots))
         self._running: dict[subprocess.Popen[bytes], tuple[Trial, Mapping[str, str], float]] = {}
         self._stop: int | None = None
         self._kill_at: float | None = None
@@ -305,8 +303,8 @@ class _Running:
         return next((code for code in codes if code), 0)
 
     def _start(self) -> None:
-        trial, place = self._waiting.popleft(), self._free.pop()
-        environ = {**{n: v for n, v in self._session.environ.items() if n != SERVER_FD}, **place}
+        trial, slot = self._waiting.popleft(), self._free.pop()
+        environ = {**{n: v for n, v in self._session.environ.items() if n != SERVER_FD}, **slot}
         # -P: the working directory is no place for code unless the rules for user code say so.
         command = [sys.executable, "-P", "-m", "fairlead", "fit", str(trial.file)]
         with trial.log.open("ab") as log:
@@ -319,14 +317,14 @@ class _Running:
                 stderr=log,
                 process_group=0,  # Ctrl-C reaches this process alone, which passes it on once
             )
-        self._running[process] = (trial, place, time.monotonic())
+        self._running[process] = (trial, slot, time.monotonic())
         self._say(f"start     {trial.name()}")
 
     def _look(self) -> None:
         for process in [process for process in self._running if process.poll() is not None]:
-            trial, place, began = self._running.pop(process)
+            trial, slot, began = self._running.pop(process)
             trial.code, trial.seconds = process.returncode, time.monotonic() - began
-            self._free.append(place)
+            self._free.append(slot)
             self._ended.append(trial)
             how = f"  {trial.why_failed()}" if trial.state == "failed" else ""
             self._say(f"{trial.state:<10}{trial.name()}  in {trial.seconds:.0f} s{how}")
