@@ -130,6 +130,10 @@ def test_the_table_counts_a_flaky_test_as_passed(tmp_path: Path) -> None:
         "FLAKY a.py::test_d[x y]: failed as printed above, and passed when it was run again\n"
         "isolated: 3 passed, 0 failed, 1 skipped\n"
         "nox > Session slurm failed.\n"
+        "========== ✗ slurm: failed, 4 minutes ==========\n"
+        "FAILED b.py::test_e - no slurmctld\n"
+        "========== ✓ docs: success, 7 seconds ==========\n"
+        "the docs are built\n"
     )
     command = [sys.executable, str(TABLE), str(log), "754", str(tmp_path / "ran")]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -138,4 +142,6 @@ def test_the_table_counts_a_flaky_test_as_passed(tmp_path: Path) -> None:
     assert "| `slurm` | failed |" in lines
     assert "| 12 | `a.py::test_a` |" in lines
     assert "Flaky: `a.py::test_d[x y]`" in lines
+    assert lines[lines.index("The end of `slurm`, which failed:") + 2] == "FAILED b.py::test_e - no slurmctld"
+    assert "the docs are built" not in lines
     assert lines[-1] == "5 passed, 1 failed, 2 skipped"

@@ -31,6 +31,11 @@ def main(log: Path, seconds: int, ran: Path) -> None:
         print(f"| {taken:.0f} | `{test}` |")
     flaky = re.findall(r"^FLAKY (.*?): ", text, re.MULTILINE)
     print("\nFlaky: " + (", ".join(f"`{test}`" for test in flaky) or "none") + "\n")
+    # What went wrong stands at the end too: a service that shows only the end of the output shows why it is red.
+    for name, output in re.findall(
+        r"^=+ ✗ (\S+): .*? =+$\n(.*?)(?=^=+ \S \S+: .*? =+$|^nox > Ran \d+ sessions|\Z)", text, re.MULTILINE | re.DOTALL
+    ):
+        print(f"The end of `{name}`, which failed:\n\n" + "\n".join(output.splitlines()[-20:]) + "\n")
     counts = Counter(outcome for outcome, _ in lines(ran, "tests"))
     for states in re.findall(r"^isolated: (.*)$", text, re.MULTILINE):
         counts.update({state: int(number) for number, state in re.findall(r"(\d+) (\w+)", states)})

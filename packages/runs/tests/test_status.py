@@ -16,7 +16,7 @@ from fairlead.cli import main
 from fairlead.testing import FakeEntryPoint
 from fairlead_runs import Heartbeat, RunDirectory, fingerprint, heartbeat_path
 from fairlead_runs.commands import plugins as commands
-from fairlead_runs.waiting import rank_ranges
+from fairlead_runs.waiting import rank_ranges, waits_there
 
 JOB = {"model": {"class": "m:Net"}, "run": {"seed": 0}, "trainer": {"max_steps": 10}}
 WAITS = "_engine_run_backward@graph.py:869"
@@ -228,3 +228,17 @@ def test_dumps_of_the_last_start_are_named(run: RunDirectory, status: Status) ->
     assert json.loads(status("--json"))["dumps"][0] == {
         "kind": "stacks", "path": str(run.path / "stacks/start-2"), "files": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "waits"),
+    [
+        ("barrier@distributed_c10d.py:5356", True),
+        ("_engine_run_backward@graph.py:979", True),
+        ("wait@mailbox.py:139", True),  # for the end of a save on another rank, which may take its time
+        ("write@serialization.py:811", False),
+        ("training_step@mine.py:12", False),
+    ],
+)
+def test_where_a_rank_waits_for_others(place: str, waits: bool) -> None:
+    assert waits_there(place) is waits

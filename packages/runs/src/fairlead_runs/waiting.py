@@ -20,9 +20,11 @@ _BEHIND_S: Final = 10.0
 _SILENT_S: Final = 60.0
 """The same for a rank that is no step behind."""
 _WAITS = re.compile(
-    r"(_engine_run_backward@|__exit__@distributed\.py:|.*@(distributed_c10d|c10d_logger|collectives|call_check)\.py:)"
+    r"(_engine_run_backward@|__exit__@distributed\.py:"
+    r"|.*@(distributed_c10d|c10d_logger|collectives|call_check|mailbox)\.py:)"
 )
-"""Where a rank stands that waits for others: in the backward pass, in Lightning's barriers, or in a collective."""
+"""Where a rank stands that waits for others: in the backward pass, in Lightning's barriers, in a collective, or for a
+message, as for the end of a save on another rank."""
 
 
 @dataclass(frozen=True)
