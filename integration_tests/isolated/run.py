@@ -348,12 +348,14 @@ def run_readme(chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix=prefix, dir=ROOT / ".nox") as scratch, ThreadPoolExecutor(2) as pool:
         places = [Path(scratch, str(number)) for number in range(len(wanted))]
         outcomes = list(pool.map(examine_line, wanted, [lines[extras] for extras in wanted], places))
-        for number, outcome in enumerate(outcomes):
-            if outcome.state == "failed":  # as a test is run again: an index that was not to be reached is not our fault
-                outcomes[number] = again = examine_line(outcome.extra, lines[outcome.extra], places[number])
-                if again.state == "passed":
-                    failure = "\n".join(outcome.notes)
-                    print(f"{failure}\nFLAKY isolated[{outcome.extra}]: failed as printed above, and passed when run again")
+        for number, first in enumerate(outcomes):
+            if first.state != "failed":
+                continue
+            # Once more, as a test that fails: an index that could not be reached is no fault of the line.
+            outcomes[number] = examine_line(first.extra, lines[first.extra], places[number])
+            if outcomes[number].state == "passed":
+                print(*first.notes, sep="\n")
+                print(f"FLAKY isolated[{first.extra}]: failed as printed above, and passed when it was run again")
         return report(outcomes)
 
 
