@@ -56,7 +56,7 @@ ENVIRONMENT_PLACES = {
     ("fairlead_launch.forked_child", "clear"): "a forked process gets other variables than its server",
     ("fairlead_launch.forked_child", "update"): "which are all that it gets",
     (
-        "fairlead_lightning.lifecycle.stuck",
+        "fairlead_distributed.run.failure_watch",
         "setdefault",
     ): "torch reads its flight recorder's folder from nowhere else",
     (

@@ -212,7 +212,7 @@ def on_xla(monkeypatch: pytest.MonkeyPatch) -> PluginManager:
 def test_the_accelerator_is_there_where_lightnings_asks_for_a_tpu(on_xla: PluginManager) -> None:
     from lightning.pytorch.accelerators import XLAAccelerator
 
-    from fairlead_lightning.build import build_backend
+    from fairlead.backends import build_backend
 
     resolution = resolved({"PJRT_DEVICE": "CPU"})
     ours = build_backend(resolution.accelerator, BuildContext(resolution, {}, on_xla))
@@ -232,7 +232,7 @@ def test_other_strategies_and_plugins_are_refused_by_lightning_too(on_xla: Plugi
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    from fairlead_lightning.build import build_backend
+    from fairlead.backends import build_backend
 
     resolution = resolved({"PJRT_DEVICE": "CPU"})
     context = BuildContext(resolution, {}, on_xla, engine=engine)  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_two_saves_of_one_step_do_not_write_into_each_other(
         time.sleep(0.3)
         return publish(*args, **kwargs)
 
-    monkeypatch.setattr("fairlead_lightning.checkpoint.commits.publish", slowly)
+    monkeypatch.setattr("fairlead_distributed.run.commits.publish", slowly)
     fit(
         tmp_path,
         max_steps=8,

@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
-from fairlead_lightning.loggers.positions import Positioned, logger_positions, resume_position
 from fairlead_lightning.loggers.tensorboard import events
 from fairlead_lightning.loggers.tensorboard.runtime import EventLogger, build
-from fairlead_lightning.metrics.metrics_file import MetricsFile
+from fairlead_lightning.metrics.metrics_logger import MetricsLogger
+from fairlead_runs.logger_positions import Positioned, logger_positions, resume_position
 from fairlead_runs.step_table import StepTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard", "ignore::DeprecationWarning:google")
@@ -69,9 +69,9 @@ import torch.utils.tensorboard
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
-from fairlead_lightning.loggers.positions import logger_positions, resume_position
+from fairlead_runs.logger_positions import logger_positions, resume_position
 from fairlead_lightning.loggers.tensorboard.runtime import build
-from fairlead_lightning.metrics.metrics_file import MetricsFile
+from fairlead_lightning.metrics.metrics_logger import MetricsLogger
 
 warnings.simplefilter("ignore", DeprecationWarning)
 TOTAL, SAVE_EVERY, VALIDATE_EVERY = 7, 3, 3
@@ -92,7 +92,7 @@ def start(run, die_at):
     extras = {"resume_step": saved["step"], "logger_positions": saved.get("logger_positions")}
     position = resume_position(saved, "metrics.csv")
     loggers = [
-        MetricsFile(run, resume_step=saved["step"], position=position),
+        MetricsLogger(run, resume_step=saved["step"], position=position),
         build(config, BuildContext(None, {}, plugins, run_dir=run, extras=extras)),
     ]
 
@@ -179,8 +179,8 @@ def test_killed_at_any_moment_the_records_are_those_of_an_undisturbed_run(tmp_pa
         assert raw(run / "tensorboard") == points, run.name
 
 
-def metrics(run: Path, **arguments: Any) -> MetricsFile:
-    return MetricsFile(run, **{"resume_step": None, **arguments})
+def metrics(run: Path, **arguments: Any) -> MetricsLogger:
+    return MetricsLogger(run, **{"resume_step": None, **arguments})
 
 
 def log(logger: Any, step: int, **values: float) -> None:
@@ -518,7 +518,7 @@ from pathlib import Path
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
-from fairlead_lightning.loggers.positions import logger_positions
+from fairlead_runs.logger_positions import logger_positions
 from fairlead_lightning.loggers.tensorboard.runtime import build
 warnings.simplefilter("ignore", DeprecationWarning)
 threading.excepthook = lambda _: None  # TensorBoard's thread dies of it

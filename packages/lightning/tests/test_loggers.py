@@ -163,7 +163,7 @@ def test_mlflow_rows_wait_for_a_server_that_does_not_answer(tmp_path: Path, monk
     from mlflow.tracking import MlflowClient
 
     from fairlead_lightning.loggers.mlflow_runtime import RunLogger, build
-    from fairlead_lightning.loggers.positions import logger_positions
+    from fairlead_runs.logger_positions import logger_positions
 
     send, fails = MlflowClient.log_batch, [2, 3, 4, 5]
     calls = iter(range(100))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairlead_lightning.metrics.metrics_file import MetricsFile
+from fairlead_lightning.metrics.metrics_logger import MetricsLogger
 from fairlead_runs.step_table import StepTable
 
 
@@ -50,7 +50,7 @@ def loader() -> DataLoader[Any]:
 def fit(directory: Path, resume_step: int | None, **arguments: Any) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
-        logger=MetricsFile(directory, resume_step=resume_step),
+        logger=MetricsLogger(directory, resume_step=resume_step),
         callbacks=arguments.pop("callbacks", None),
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -79,7 +79,7 @@ def test_lightning_s_metrics_have_one_row_a_step(tmp_path: Path) -> None:
 
 
 def test_values_keep_all_their_digits(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path, resume_step=None)
+    file = MetricsLogger(tmp_path, resume_step=None)
     value = 0.1 + 0.2
     file.log_metrics({"a": value, "b": torch.tensor(1 / 3), "n": 7, "bad": float("nan"), "epoch": 2.0}, step=3)
     file.finalize("success")
@@ -90,7 +90,7 @@ def test_values_keep_all_their_digits(tmp_path: Path) -> None:
 
 
 def test_a_column_that_appears_later_widens_every_row(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path, resume_step=None)
+    file = MetricsLogger(tmp_path, resume_step=None)
     file.log_metrics({"a": 1}, step=0)
     file.save()
     file.log_metrics({"b, with a comma": 2}, step=1)
@@ -100,12 +100,12 @@ def test_a_column_that_appears_later_widens_every_row(tmp_path: Path) -> None:
 
 
 def test_a_resume_cuts_what_will_be_done_again_and_goes_on(tmp_path: Path) -> None:
-    first = MetricsFile(tmp_path, resume_step=None)
+    first = MetricsLogger(tmp_path, resume_step=None)
     for step in range(6):
         first.log_metrics({"loss": float(step)}, step=step)
         first.save()
     first.finalize("failed")
-    second = MetricsFile(tmp_path, resume_step=3)
+    second = MetricsLogger(tmp_path, resume_step=3)
     second.log_metrics({"loss": 33.0, "new": 1}, step=3)
     second.log_metrics({"loss": 44.0}, step=4)
     second.finalize("success")
@@ -120,7 +120,7 @@ def test_a_resume_cuts_what_will_be_done_again_and_goes_on(tmp_path: Path) -> No
 
 def test_a_new_start_without_a_checkpoint_begins_a_new_file(tmp_path: Path) -> None:
     for _ in range(2):
-        file = MetricsFile(tmp_path, resume_step=None)
+        file = MetricsLogger(tmp_path, resume_step=None)
         file.log_metrics({"loss": 1.0}, step=5)
         file.finalize("success")
     assert len(rows(tmp_path / "metrics.csv")) == 1
@@ -134,7 +134,7 @@ def test_lightning_resumes_into_the_same_rows_as_without_a_stop(tmp_path: Path) 
     torch.manual_seed(1)
     trainer = fit(tmp_path / "parts", None, max_epochs=1)
     trainer.save_checkpoint(tmp_path / "state.ckpt")
-    more = MetricsFile(tmp_path / "parts", resume_step=99)  # what a longer first start would have logged
+    more = MetricsLogger(tmp_path / "parts", resume_step=99)  # what a longer first start would have logged
     more.log_metrics({"train/loss": 9.0, "stale": 1.0}, step=4)
     more.log_metrics({"train/loss": 9.0}, step=6)
     more.finalize("success")
@@ -145,7 +145,7 @@ def test_lightning_resumes_into_the_same_rows_as_without_a_stop(tmp_path: Path) 
 @pytest.mark.parametrize("tail", ["2,1,2.", "2", "\x00\x00\x00", "2,1,2.5,too,many\n", "x,1,2.5\n"])
 def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: str) -> None:
     (tmp_path / "metrics.csv").write_text(f"step,epoch,loss\n0,0,4.0\n1,0,3.0\n{tail}")
-    file = MetricsFile(tmp_path, resume_step=9)
+    file = MetricsLogger(tmp_path, resume_step=9)
     file.log_metrics({"loss": 1.0}, step=5)
     file.finalize("success")
     assert [(r["step"], r["loss"]) for r in rows(tmp_path / "metrics.csv")] == [
@@ -157,7 +157,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: str) -> None:
 
 def test_a_file_that_is_no_table_is_put_aside(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe nonsense\n1,2\n")
-    file = MetricsFile(tmp_path, resume_step=9)
+    file = MetricsLogger(tmp_path, resume_step=9)
     file.finalize("success")
     assert (tmp_path / "metrics.csv.damaged").read_bytes() == b"\xff\xfe nonsense\n1,2\n"
     assert (tmp_path / "metrics.csv").read_text() == "step,epoch\n"
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_table_is_put_aside(tmp_path: Path) -> None:
 def test_values_of_earlier_steps_join_their_rows(tmp_path: Path) -> None:
     generator = random.Random(3)
     calls = [(generator.randrange(20), generator.choice("abc"), generator.random()) for _ in range(200)]
-    file = MetricsFile(tmp_path, resume_step=None)
+    file = MetricsLogger(tmp_path, resume_step=None)
     expected: dict[int, dict[str, str]] = {}
     for step, name, value in calls:
         file.log_metrics({name: value}, step=step)
@@ -182,8 +182,8 @@ def test_saved_rows_survive_a_kill(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from fairlead_lightning.metrics.metrics_file import MetricsFile
-file = MetricsFile(Path({str(tmp_path)!r}), resume_step=None)
+from fairlead_lightning.metrics.metrics_logger import MetricsLogger
+file = MetricsLogger(Path({str(tmp_path)!r}), resume_step=None)
 for step in range(50):
     file.log_metrics({{"loss": 1.0 / (step + 1)}}, step=step)
     file.save()
@@ -195,7 +195,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_disk_that_refuses_is_a_warning_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = MetricsFile(tmp_path, resume_step=None)
+    file = MetricsLogger(tmp_path, resume_step=None)
     file.log_metrics({"loss": 1.0}, step=0)
     file.save()
 
@@ -215,7 +215,7 @@ def test_a_disk_that_refuses_is_a_warning_and_nothing_is_lost(tmp_path: Path, mo
 
 
 def test_a_spawned_rank_gets_a_file_of_its_own(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path, resume_step=None)
+    file = MetricsLogger(tmp_path, resume_step=None)
     file.log_metrics({"loss": 1.0}, step=0)
     file.save()
     copy = pickle.loads(pickle.dumps(file))
@@ -229,7 +229,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    file = MetricsFile(tmp_path, resume_step=None)
+    file = MetricsLogger(tmp_path, resume_step=None)
     file.log_metrics({"loss": 1.0}, step=0)
     file.save()
     file.finalize("success")

@@ -17,7 +17,7 @@ import pytest
 from tiny_job import Data, Line, events, make_trainer
 from torch import Tensor
 
-from fairlead_lightning.display.output import give_output_back, keep_output
+from fairlead_runs.lasting_output import give_output_back, keep_output
 
 FORKS = multiprocessing.get_context("forkserver")  # a fork of a process that has trained may wait for its threads
 FORKS.set_forkserver_preload(["lightning.pytorch"])
@@ -102,7 +102,7 @@ def test_the_exit_code_stays() -> None:
     """Python would end with 120 where its last flush fails."""
     script = """
 import sys
-from fairlead_lightning.display.output import give_output_back, keep_output
+from fairlead_runs.lasting_output import give_output_back, keep_output
 keep_output()
 print("lost" * 10_000)
 give_output_back()
@@ -117,7 +117,7 @@ def test_what_c_code_says_does_not_get_into_a_file(tmp_path: Path) -> None:
     """A file that is opened while stderr is closed gets its number: a checkpoint, say."""
     script = """
 import os, sys
-from fairlead_lightning.display.output import keep_output
+from fairlead_runs.lasting_output import keep_output
 os.closerange(1, 3)
 keep_output()
 with open("checkpoint", "wb", buffering=0) as file:

@@ -22,7 +22,7 @@ import wandb
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager
-from fairlead_lightning.loggers.positions import logger_positions
+from fairlead_runs.logger_positions import logger_positions
 from fairlead_lightning.loggers.preempting import mark_preempting
 from fairlead_lightning.loggers.wandb_runtime import build
 

@@ -1,8 +1,8 @@
 """Fairlead leads a PyTorch training job onto whatever hardware and cluster it finds.
 
-This package is the slim core: it reads and checks configs and finds plugins, and never imports torch. `Trainer`,
-`fabric`, `LoopRun` and the callback `Fairlead` come from fairlead-lightning. Every name is imported when it is first
-used, so that `import fairlead` costs next to nothing.
+This package is the slim core: it reads and checks configs and finds plugins, and never imports torch. `Run` comes from
+fairlead-distributed, `Trainer`, `fabric` and the callback `Fairlead` from fairlead-lightning. Every name is imported
+when it is first used, so that `import fairlead` costs next to nothing.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ if TYPE_CHECKING:
     from fairlead.plugins import PluginManager
     from fairlead.resolution import Resolution
     from fairlead.topology import Topology
+    from fairlead_distributed.run.run import Run, Stopped
     from fairlead_launch.submission import submit
-    from fairlead_lightning import Fairlead, LoopRun, Trainer, fabric
+    from fairlead_lightning import Fairlead, Trainer, fabric
 
 __all__ = [
     "AcceleratorConfigBase",
@@ -80,7 +81,6 @@ __all__ = [
     "LayerSyncPlugin",
     "LoggerConfigBase",
     "LoggerPlugin",
-    "LoopRun",
     "OpenUnion",
     "PluginManager",
     "PrecisionConfigBase",
@@ -90,10 +90,12 @@ __all__ = [
     "Requeuer",
     "Resolution",
     "ResourcesConfig",
+    "Run",
     "RunConfig",
     "Setting",
     "Specificity",
     "StopReason",
+    "Stopped",
     "StrategyConfigBase",
     "StrategyPlugin",
     "SubmitterConfigBase",
@@ -127,7 +129,8 @@ _HOMES: Final = (
 )
 """The modules of the core that have public names, each after those that it imports."""
 _ELSEWHERE: Final = {
-    **dict.fromkeys(("Fairlead", "LoopRun", "Trainer", "fabric"), ("fairlead_lightning", "lightning")),
+    **dict.fromkeys(("Fairlead", "Trainer", "fabric"), ("fairlead_lightning", "lightning")),
+    **dict.fromkeys(("Run", "Stopped"), ("fairlead_distributed.run.run", "torch")),
     "submit": ("fairlead_launch.submission", "check"),
 }
 """Public names of other packages: the module, and the extra that brings it."""

@@ -179,7 +179,7 @@ class RequeuePlugin(Plugin):
     axis = "requeue"
     base = RequeueConfigBase
     guard: ClassVar[str] = "fairlead_hpc_signals.stopping:build"
-    """`module:callable` that makes the `fairlead_lightning.guard.StopGuard` of a run, called with the config, the build
+    """`module:callable` that makes the `fairlead_runs.guard.StopGuard` of a run, called with the config, the build
     context and the flags of an earlier guard, or None."""
     before_the_launcher: ClassVar[bool] = False
     """Whether evidence for this plugin counts more than the requeuer that the environment names."""

@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from fairlead_lightning.callback import Fairlead as Fairlead
-    from fairlead_lightning.custom_loop.fabric import fabric as fabric
-    from fairlead_lightning.custom_loop.run import LoopRun as LoopRun
+    from fairlead_lightning.loop_fabric import fabric as fabric
     from fairlead_lightning.metrics.predictions import DistributedPredictionWriter as DistributedPredictionWriter
     from fairlead_lightning.trainer import Trainer as Trainer
 
-__all__ = ["DistributedPredictionWriter", "Fairlead", "LoopRun", "Trainer", "fabric"]
+
+__all__ = ["DistributedPredictionWriter", "Fairlead", "Trainer", "fabric"]
 
 # No module here is called `fabric`: importing it would put the module in the place of the function.
 _MODULES: Final = {
     "DistributedPredictionWriter": "metrics.predictions",
     "Fairlead": "callback",
-    "LoopRun": "custom_loop.run",
     "Trainer": "trainer",
-    "fabric": "custom_loop.fabric",
+    "fabric": "loop_fabric",
 }
 
 

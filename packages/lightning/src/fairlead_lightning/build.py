@@ -1,55 +1,22 @@
-"""From a resolution to Lightning's objects: imports the runtime each plugin names and calls it."""
+"""From a resolution to the arguments of Lightning's Trainer and Fabric."""
 
 from __future__ import annotations
 
-import importlib
-import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, cast
 
+from fairlead.backends import build_backend
 from fairlead.config import ClassSpec, TrainerConfig
 from fairlead.config.marks import PassedToLightning, marked
-from fairlead.config_bases import BackendConfig
-from fairlead.engines import requirement
-from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError
+from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead.plugin_classes import RequeuePlugin, StrategyPlugin
+from fairlead.plugin_classes import StrategyPlugin
 from fairlead.user_code import CodeRoot, instantiate
-from fairlead_lightning.guard import StopGuard, StopSignals
 from fairlead_runs.checkpoint_io import CheckpointCopies
 
 PASSED_ON: Final = tuple(marked(TrainerConfig, PassedToLightning))
 """The fields of `TrainerConfig` that Lightning's Trainer takes under the same name and with the same value."""
-
-
-def build_backend(config: BackendConfig, context: BuildContext) -> Any:
-    """What the runtime that a config's plugin names makes of the config; an error in it names the plugin."""
-    plugins = context.plugins
-    plugins.require_engines(config.axis, config.name, where=f"trainer.{config.axis}")
-    plugin = plugins.of(config)
-    if plugin.runtime is None:
-        raise PluginError(f"the {config.axis} {config.name!r} has no runtime", where=f"trainer.{config.axis}")
-    runtime = _imported(plugin.runtime, f"the runtime of the {config.axis} {config.name!r}")
-    try:
-        return runtime(config, context)
-    except FairleadError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"the {config.axis} {config.name!r} could not be built",
-            where=f"trainer.{config.axis}",
-            why=f"{type(error).__name__}: {error}",
-        ) from error
-
-
-def build_guard(context: BuildContext, flags: StopSignals | None = None) -> StopGuard:
-    """What stops a run on its requeuer's signals, on an earlier guard's `flags` if given; imports no torch."""
-    config = context.resolution.requeue
-    plugin = cast("RequeuePlugin", context.plugins.of(config))
-    guard: StopGuard = _imported(plugin.guard, f"the guard of the requeue {config.name!r}")(config, context, flags)
-    return guard
 
 
 def build_plugins(context: BuildContext) -> dict[str, Any]:
@@ -108,29 +75,6 @@ def trainer_arguments(context: BuildContext, root: CodeRoot) -> dict[str, Any]:
         # Lightning refuses what is on by default here.
         arguments |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return arguments | config.lightning_kwargs
-
-
-def _imported(target: str, what: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and "." not in missing:
-            name = missing.replace("_", "-")
-            raise MissingDependencyError(
-                f"{what} needs the package {name}, which is not installed",
-                where=target,
-                why=str(error),
-                fix=f"pip install {shlex.quote(requirement(name))}",
-            ) from error
-        raise PluginError(
-            f"{what} cannot be imported",
-            where=target,
-            why=f"{type(error).__name__}: {error}",
-            fix="an engine may have a version that the plugin cannot use: `fairlead check` and `fairlead plugins` tell",
-        ) from error
-    return found
 
 
 def _instance(spec: ClassSpec, root: CodeRoot, *path: str | int) -> Any:

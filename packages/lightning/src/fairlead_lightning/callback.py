@@ -10,33 +10,31 @@ import lightning.pytorch as L
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from fairlead.backends import build_backend
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import resolve
+from fairlead_distributed.run.commits import copies_of
 from fairlead_distributed.run.opening import open_session
+from fairlead_distributed.run.scripts import advice_for_scripts, described_job, run_config
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.build import build_backend
-from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.display.quiet import hush
 from fairlead_lightning.fit import (
     FitParts,
-    advice_for_scripts,
-    as_seen,
+    as_seen_by,
     callbacks_of,
-    described_job,
     metrics_file,
-    run_config,
 )
-from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.loggers.of_scripts import continue_loggers
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described
+from fairlead_runs.guard import StopGuard
 
 
 class Fairlead(L.Callback):
@@ -128,7 +126,7 @@ class Fairlead(L.Callback):
         plugins = self._plugins if self._plugins is not None else default_plugins()
         resolution = resolve(self._config, environ=self._environ, plugins=plugins)
         batch = TrainerConfig(accumulate_grad_batches=trainer.accumulate_grad_batches, batch_policy=self.batch_policy)
-        resolution = as_seen(trainer, resolution, batch, str(trainer.precision))
+        resolution = as_seen_by(trainer, resolution, batch)
         data = getattr(trainer, "datamodule", None)  # set by Lightning when the fit begins
         data = described(data) if data is not None else None
         job = described_job(self.run, described(pl_module), data, _trainer_settings(trainer, self._config))

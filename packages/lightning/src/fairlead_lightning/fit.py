@@ -1,47 +1,42 @@
 """One fit, step by step: plan, join, open the run, build, callbacks, train, finish.
 
 The Trainer takes all of these steps.  The callback comes into a fit that a script's own Trainer has planned, joined and
-built, and a loop of one's own has its plan from a Fabric and no callbacks; what is left is the same for all three.
+built.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import lightning.fabric as lf
 import lightning.pytorch as L
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loggers import Logger
 from torch.multiprocessing import ProcessExitedException
 
+from fairlead.backends import build_backend
 from fairlead.checks import check_trainer
 from fairlead.config import CheckpointConfig, JobConfig, RunConfig, TrainerConfig
-from fairlead.errors import FairleadError, FingerprintError
-from fairlead.findings import Finding, Inexact, raise_errors
-from fairlead.interfaces import BuildContext, Extras, Setting
+from fairlead.findings import Inexact, raise_errors
+from fairlead.interfaces import BuildContext, Extras
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution
 from fairlead_distributed.run.joining import join_process_group
+from fairlead_distributed.run.loading import readable_load_errors, schedule_errors
 from fairlead_distributed.run.opening import handed_over, no_run_handed_over, waiting_handoff
+from fairlead_distributed.run.scripts import as_seen
 from fairlead_distributed.run.session import RunSession
-from fairlead_launch.reports import REPORT_FD, show_without_traceback
+from fairlead_launch.reports import REPORT_FD
 from fairlead_lightning import compat
-from fairlead_lightning.build import build_backend
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.replicas import Replicas
 from fairlead_lightning.display.model_summary import leave_out_zeros
-from fairlead_lightning.display.output import give_output_back, keep_output
 from fairlead_lightning.display.quiet import only_rank_0_warns
 from fairlead_lightning.display.trainjob import TrainJobProgress
-from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.batch_rule import BatchRule
 from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
 from fairlead_lightning.lifecycle.monitors import Monitors, monitor_errors
@@ -51,24 +46,16 @@ from fairlead_lightning.lifecycle.stopping import StopRequested
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.lifecycle.trainable import Trainable
-from fairlead_lightning.metrics.metrics_file import METRICS_FILE, MetricsFile
+from fairlead_lightning.metrics.metrics_logger import MetricsLogger
 from fairlead_lightning.module_reduce import ModuleReduce
 from fairlead_lightning.resume.averages import AverageOverRanks
 from fairlead_lightning.resume.exact_resume import ExactResume
-from fairlead_lightning.resume.loading import readable_load_errors, schedule_errors
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_runs.batch_size import global_batch
+from fairlead_runs.guard import StopGuard
+from fairlead_runs.lasting_output import give_output_back, keep_output
+from fairlead_runs.metrics_file import METRICS_FILE
 from fairlead_runs.trainjob import StatusServer
-
-
-def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
-    """The run's name and place; a path says both, and that nothing is seeded here."""
-    if isinstance(run, RunConfig):
-        return run
-    if run is None:
-        return RunConfig(seed=None)
-    path = Path(run)
-    return RunConfig(name=path.name, dir=str(path.parent), seed=None)
 
 
 def plan(
@@ -80,72 +67,18 @@ def plan(
     return resolution
 
 
-def as_seen(engine: L.Trainer | lf.Fabric, resolution: Resolution, config: TrainerConfig, precision: str) -> Resolution:
-    """The resolution of this machine, corrected to what a script's own Trainer or Fabric has decided.
-
-    Raises:
-        ConfigError: A launcher has started several ranks, or WORLD_SIZE says so, and it knows of one: each would train
-            alone.
-    """
-    nodes = int(getattr(engine.strategy, "num_nodes", 1))
-    ranks = engine.world_size
-    raise_errors(_alone(resolution, engine) if ranks == 1 else ())
-    counts: dict[str, Any] = {"world_size": ranks, "num_nodes": nodes, "devices": ranks // nodes}
+def as_seen_by(engine: L.Trainer, resolution: Resolution, config: TrainerConfig) -> Resolution:
+    """The resolution of this machine, corrected to what a script's own Trainer has decided."""
+    own = ("world_size", "global_rank", "local_rank", "node_rank")
     seen = {
-        **counts,
-        **{name: getattr(engine, name) for name in ("global_rank", "local_rank", "node_rank")},
+        **{name: getattr(engine, name) for name in own},
+        "num_nodes": int(getattr(engine.strategy, "num_nodes", 1)),
         "strategy": type(engine.strategy).__name__,
-        "precision": precision,
+        "precision": str(engine.precision),
         "accelerator": type(engine.accelerator).__name__,
     }
-    own = {name: Setting(value, f"the script's own {type(engine).__name__}") for name, value in seen.items()}
-    return dataclasses.replace(resolution, settings={**resolution.settings, **own}, trainer=config, **counts)
-
-
-def _alone(resolution: Resolution, engine: L.Trainer | lf.Fabric) -> Iterator[Finding]:
-    """Whether there are ranks, started by a launcher or said by WORLD_SIZE, that the Trainer or Fabric knows not of."""
-    topology = resolution.topology
-    started, here = topology.world_size, topology.local_world_size
-    yield from (one for one in resolution.findings if one.code == "world-size-contradicted")
-    if not topology.launched:  # one of several nodes, on which the Trainer is to start the ranks
-        started = resolution.settings["world_size"] if resolution.num_nodes > 1 else None
-    if started is None or started.value == 1:
-        return
-    known = type(engine).__name__
-    nodes = f", num_nodes={topology.num_nodes.value}" if topology.num_nodes is not None else ""
-    yield Finding(
-        "error",
-        "launch-mismatch",
-        f"this is one of {started.value} ranks, but the {known} knows of one and would train alone: "
-        f"set {known}(devices={here.value if here is not None else started.value // resolution.num_nodes}{nodes})",
-        where=known,
-        why=f"{started.value} comes from {started.reason}",
-        fix="if each is to train alone, give each a run of its own, and export FAIRLEAD_ENVIRONMENT=lightning",
-    )
-
-
-def described_job(run: RunConfig, model: Any, data: Any, trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """A job that was made in Python, in the shape of a job file: what identifies the run."""
-    return {"run": run.model_dump(mode="json"), "model": model, "data": data, "trainer": dict(trainer)}
-
-
-@contextmanager
-def advice_for_scripts() -> Iterator[None]:
-    """What refuses to open a run says what to change in a script, which has no command line of ours; no traceback."""
-    try:
-        yield
-    except FairleadError as error:
-        accepted = re.findall(r"--accept (\S+?)(?=[; ]|$)", error.fix or "", re.MULTILINE)
-        if isinstance(error, FingerprintError) and accepted:
-            error.fix = (
-                "undo the changes to continue it, or accept those that make no difference: "
-                f"RunConfig(accept={accepted!r});\n"
-                'or give the run another name, or RunConfig(resume="never"): a new directory beside it;\n'
-                "or RunConfig(resume=CHECKPOINT): a new directory that starts from a checkpoint of this run"
-            )
-        if "other_rank" not in vars(error):  # rank 0 shows it
-            show_without_traceback(error)
-        raise
+    by = type(engine).__name__
+    return as_seen(resolution, seen, config, by=by, connect=f"set {by}(devices={{devices}}{{nodes}})")
 
 
 def trains_here(resolution: Resolution) -> bool:
@@ -166,10 +99,10 @@ def join_ranks(resolution: Resolution, environ: Mapping[str, str], config_hash: 
         no_run_handed_over(environ)
 
 
-def metrics_file(session: RunSession) -> MetricsFile:
+def metrics_file(session: RunSession) -> MetricsLogger:
     """The run's own record, cut back to the checkpoint that this start resumes from."""
     position = saved_positions(session).get(METRICS_FILE)
-    return MetricsFile(session.path, resume_step=session.resume_step, position=position, fence=session.fence)
+    return MetricsLogger(session.path, resume_step=session.resume_step, position=position, fence=session.fence)
 
 
 def run_loggers(session: RunSession, context: BuildContext) -> list[Logger]:

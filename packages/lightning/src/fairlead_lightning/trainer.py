@@ -24,7 +24,9 @@ from fairlead.user_code import CodeRoot, code_root
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import leave_at_exit
+from fairlead_distributed.run.commits import copies_of
 from fairlead_distributed.run.opening import file_to_evaluate, open_session
+from fairlead_distributed.run.scripts import advice_for_scripts, described_job
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.threads import start_line, use_threads
 from fairlead_launch.kept_output import copy_output
@@ -32,14 +34,11 @@ from fairlead_launch.reports import announce_run
 from fairlead_lightning import compat
 from fairlead_lightning.build import trainer_arguments
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
-from fairlead_lightning.checkpoint.commits import copies_of
 from fairlead_lightning.checkpoint.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.checkpoint.saving import save_on_all_ranks
 from fairlead_lightning.display.progress import Progress
 from fairlead_lightning.fit import (
     FitParts,
-    advice_for_scripts,
-    described_job,
     handing_over,
     join_ranks,
     plan,
@@ -48,7 +47,6 @@ from fairlead_lightning.fit import (
     training,
     trains_here,
 )
-from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.metrics.predictions import predict_distributed
 from fairlead_lightning.module_reduce import ModuleReduce
 from fairlead_lightning.resume.averages import AverageOverRanks
@@ -58,6 +56,7 @@ from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
 from fairlead_runs.evaluated import weights_to_evaluate
+from fairlead_runs.guard import StopGuard
 from fairlead_runs.naming import run_directory
 
 

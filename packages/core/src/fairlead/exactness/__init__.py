@@ -7,6 +7,7 @@ puts that and the settings together. `fairlead fit JOB --prove-resume` tries the
 from __future__ import annotations
 
 from fairlead.exactness.explain import Exactness, explain_exactness
+from fairlead.exactness.kernels import inexact_kernels
 from fairlead.exactness.recorded import (
     EXACTNESS_FILE,
     TRIAL,
@@ -26,6 +27,7 @@ __all__ = [
     "Verdict",
     "device_reasons",
     "explain_exactness",
+    "inexact_kernels",
     "job_digest",
     "last_record",
     "record",

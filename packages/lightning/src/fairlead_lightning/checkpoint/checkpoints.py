@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError
+from fairlead_distributed.run.commits import Commits
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.checkpoint.commits import Commits
 from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.replicas import Replicas
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state

@@ -12,14 +12,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
 
-from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead_distributed.finite import non_finite_weights
 from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.run.finite_check import finite_weights, named_weights, not_finite
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.gradients import SCALED, GradientWatch
-from fairlead_runs.commit import list_checkpoints
 from fairlead_runs.data_ranks import replicas_of
 from fairlead_runs.waiting import ranks_text
 
@@ -82,7 +81,7 @@ class Finite(L.Callback):
         elif not (math.isfinite(loss.item()) if loss.numel() == 1 else loss.isfinite().all()):
             self._now = True
             if self._weights is None and (names := non_finite_weights(pl_module)):
-                self._weights = f"{_named(names)} before it"
+                self._weights = f"{named_weights(names)} before it"
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -101,7 +100,8 @@ class Finite(L.Callback):
             self._since = self._since if self._row else self._step
             self._row += 1
             if self._weights is None:
-                self._weights = f"the weights were finite before it; after it, {_named(non_finite_weights(pl_module))}"
+                found = named_weights(non_finite_weights(pl_module))
+                self._weights = f"the weights were finite before it; after it, {found}"
         alone = trainer.world_size == 1 and not isinstance(self._row, Tensor)
         if alone or self._batches % max(1, vars(trainer)["log_every_n_steps"]) == 0:
             self._look(trainer)
@@ -116,7 +116,7 @@ class Finite(L.Callback):
         self._say_gradient(trainer, gather_objects((gradient, int(self._since) if row else None)))
         if not trainer.strategy.reduce_boolean_decision(row > 0, all=False):
             return
-        own = (row, int(self._since), self._weights or _named(non_finite_weights(trainer.lightning_module)))
+        own = (row, int(self._since), self._weights or named_weights(non_finite_weights(trainer.lightning_module)))
         found = gather_objects(own)
         longest = max(found, key=lambda one: one[0])
         ends = self.most is not None and longest[0] >= self.most
@@ -128,7 +128,7 @@ class Finite(L.Callback):
                 self._say(str(finding))
         if ends:
             what = f"the loss was not finite in {longest[0]} batches in a row, since step {longest[1]}"
-            raise _failed(self._session, what, self._with_gradient(longest[2]), f"{advice(trainer)}\n{_FIX}")
+            raise not_finite(self._session, what, self._with_gradient(longest[2]), f"{advice(trainer)}\n{_FIX}")
 
     def _say_gradient(self, trainer: L.Trainer, found: Sequence[tuple[Gradient | None, int | None]]) -> None:
         """Where the loss was not finite before, that is the cause, and is said."""
@@ -165,7 +165,7 @@ class Finite(L.Callback):
         for callback in trainer.early_stopping_callbacks:
             if callback.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
                 what = f"early stopping has ended the training at step {trainer.global_step}: {callback.monitor}"
-                raise _failed(
+                raise not_finite(
                     self._session, f"{what} is not finite", "the weights are finite", f"{advice(trainer)}\n{_FIX}"
                 )
 
@@ -196,31 +196,6 @@ _FIX: Final = (
 )
 
 
-def finite_weights(
-    names: Sequence[str], session: RunSession | None, step: int, fix: str, *, ends: bool, more: str = ""
-) -> bool:
-    """Whether all weights are finite, the same on all ranks, which give the `names` of theirs that are not.
-
-    `more` is what is known of the cause.
-
-    Raises:
-        RunFailedError: Some are not, and that `ends` the run.
-    """
-    names = next(filter(None, gather_objects(names)), [])
-    if names and ends:
-        what = f"at step {step} the weights are not finite"
-        if session is not None:
-            session.event("not-finite", step=step, what=what, why=_named(names))
-        raise _failed(session, what, _named(names) + (f"; {more}" if more else ""), fix)
-    return not names
-
-
-def _failed(session: RunSession | None, what: str, why: str, fix: str) -> RunFailedError:
-    kept = list_checkpoints(session.path / "checkpoints") if session is not None else []
-    newest = f"; the newest checkpoint is of before, of step {kept[-1].step}" if kept else ""
-    return RunFailedError(what, where=str(session.path) if session is not None else None, why=why + newest, fix=fix)
-
-
 def _finding(found: Sequence[Row], longest: Row, fix: str) -> Finding:
     ranks = tuple(rank for rank, one in enumerate(found) if one[0])
     where = f" on {ranks_text(ranks)}" if len(found) > 1 else ""
@@ -231,13 +206,6 @@ def _finding(found: Sequence[Row], longest: Row, fix: str) -> Finding:
         why=longest[2],
         fix=fix,
     )
-
-
-def _named(names: Sequence[str]) -> str:
-    if not names:
-        return "all weights are finite"
-    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"the weight {names[0]} is not finite{more}"
 
 
 @rank_zero_only

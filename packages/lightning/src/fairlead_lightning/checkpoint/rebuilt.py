@@ -13,8 +13,8 @@ from fairlead.config import ClassSpec, JobConfig
 from fairlead.errors import CheckpointError, UserCodeError
 from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot, activate, instantiate
+from fairlead_distributed.run.loading import load_weights
 from fairlead_lightning import compat
-from fairlead_lightning.resume.loading import load_weights
 from fairlead_runs.batch_size import for_each_rank
 from fairlead_runs.fingerprints import leaves
 

@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final
 
 import lightning.pytorch as L
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fairlead.errors import ConfigError, RunFailedError
-from fairlead.findings import Finding
-from fairlead_distributed import Divergence, first_divergence, replicated_tensors
+from fairlead.errors import ConfigError
+from fairlead_distributed import replicated_tensors
 from fairlead_distributed._sharded import is_fsdp1
+from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_runs.commit import list_checkpoints
-from fairlead_runs.waiting import ranks_text
+
+_FIX: Final = (
+    "A buffer that differs on purpose: trainer.local_buffers: [its name]. Replicas that differ on purpose:\n"
+    "trainer.on_divergence: warning"
+)
 
 
 @compat.only_its_own_batch_hooks
 class Replicas(L.Callback):
-    """Compares parameters, buffers and optimizer state of all ranks bit for bit (`first_divergence`).
+    """Has a `ReplicaCheck` compare parameters, buffers and optimizer state of all ranks.
 
     Args:
-        on_divergence: What ranks that differ do: end the fit, or give one warning; "ignore" compares nothing.
+        on_divergence: As of `ReplicaCheck`.
         steps: Compare every so many optimizer steps too.
         local_buffers: Patterns of the names of buffers that differ over the ranks on purpose.
     """
 
     def __init__(
-        self,
-        on_divergence: Literal["error", "warning", "ignore"] = "error",
-        steps: int | None = None,
-        local_buffers: Sequence[str] = (),
+        self, on_divergence: OnDivergence = "error", steps: int | None = None, local_buffers: Sequence[str] = ()
     ) -> None:
-        self.on_divergence = on_divergence
         self.steps = steps
         self.local_buffers = local_buffers
+        self._check = ReplicaCheck(on_divergence, _FIX)
         self._session: RunSession | None = None
         self._parts: dict[str, bool] | None = None
         self._seen = 0
-        self._equal: int | None = None
-        self._first = self._warned = False
+        self._first = False
 
     def begin(self, session: RunSession) -> None:
         """A fit of this run begins."""
-        self._session, self._warned = session, False
+        self._session = session
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What of the model is the same on all ranks depends on how it is split."""
-        self._seen, self._equal, self._first = trainer.global_step, None, True
+        if self._session is not None:
+            self._check.begin(self._session)
+        self._seen, self._first = trainer.global_step, True
         parts = _replicated(trainer)
-        self._parts = parts if self.on_divergence != "ignore" and parts and trainer.world_size > 1 else None
+        self._parts = parts if parts and trainer.world_size > 1 else None
         if self.steps is not None and parts is not None and not parts["parameters"]:
             raise ConfigError(
                 f"the weights of {type(trainer.strategy).__name__} cannot be compared over the ranks",
@@ -78,45 +77,13 @@ class Replicas(L.Callback):
 
     def compare(self, trainer: L.Trainer) -> None:
         """A RunFailedError, the same on all ranks, which call it together, where they do not hold the same."""
-        step = trainer.global_step
-        if self._parts is None or not dist.is_initialized():
+        if self._parts is None:
             return
         optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
         pairs = replicated_tensors(
             trainer.lightning_module, optimizers, **self._parts, local_buffers=self.local_buffers
         )
-        found = first_divergence(pairs)
-        if found is None:
-            self._equal = step
-        elif self.on_divergence == "error" or not self._warned:
-            self._warned = True
-            self._differ(trainer, step, found)
-
-    def _differ(self, trainer: L.Trainer, step: int, found: Divergence) -> None:
-        session = self._session
-        groups = "; ".join(ranks_text(one) for one in found.groups)
-        since = f"they were equal at step {self._equal}" if self._equal is not None else "since its first steps"
-        kept = list_checkpoints(session.path / "checkpoints") if session is not None else []
-        newest = f"; the newest checkpoint is of step {kept[-1].step}" if kept else ""
-        what = f"at step {step} the ranks do not hold the same model any more: {found}"
-        why = f"{since}; ranks that agree with each other: {groups}{newest}"
-        where = str(session.path) if session is not None else f"rank {trainer.global_rank}"
-        if session is not None:
-            session.event("diverged", step=step, what=str(found), ranks=list(found.ranks))
-        if self.on_divergence == "error":
-            raise RunFailedError(what, where=where, why=why, fix=_FIX)
-        if trainer.is_global_zero:
-            finding = Finding("warning", "replicas-differ", what, where=where, why=why, fix=_FIX)
-            warnings.warn(str(finding), stacklevel=2)
-
-
-_FIX = (
-    "look for what one rank does alone: weights changed under `if rank == 0`, an optimizer step that is skipped,\n"
-    "random numbers of its own (a seed with the rank in it), a parameter that the strategy does not average, a buffer\n"
-    "that each rank updates from its own data; or for a device with faulty memory.\n"
-    "A buffer that differs on purpose: trainer.local_buffers: [its name]. Replicas that differ on purpose:\n"
-    "trainer.on_divergence: warning"
-)
+        self._check.compare(trainer.global_step, pairs)
 
 
 def flattens(strategy: Any) -> bool:

@@ -22,10 +22,10 @@ from fairlead_launch.environment import LAUNCHED
 from fairlead_launch.forkserver import thaw_for_nanobind
 from fairlead_launch.plans import inherited_plan
 from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
-from fairlead_lightning.build import build_guard
 from fairlead_lightning.commands.early import EarlyImports
 from fairlead_lightning.commands.prepare import prepare, with_weights
 from fairlead_lightning.display.quiet import TORCH_DEFAULTS
+from fairlead_runs.guard import build_guard
 
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 

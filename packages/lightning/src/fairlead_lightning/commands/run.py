@@ -19,21 +19,21 @@ from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import BuildContext
 from fairlead.user_code import CodeRoot, activate
 from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.run.failure_watch import SpokenForError
 from fairlead_distributed.run.joining import join_process_group, tell_of_failure
+from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.run.opening import file_to_evaluate
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, said_after_rank_0, send_report, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
-from fairlead_lightning.guard import StopGuard
 from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
-from fairlead_lightning.lifecycle.stuck import SpokenForError
-from fairlead_lightning.resume.loading import readable_load_errors
 from fairlead_lightning.trainer import Trainer
 from fairlead_lightning.verify.plan import Plan
 from fairlead_runs.batch_size import for_each_rank
 from fairlead_runs.describe import counted
+from fairlead_runs.guard import StopGuard
 
 _LOADERS: Final = {
     "fit": "train_dataloader",

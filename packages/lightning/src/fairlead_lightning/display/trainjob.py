@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from fairlead_lightning import compat
 from fairlead_lightning.display.progress import position
-from fairlead_lightning.metrics.metrics_file import MetricsFile
+from fairlead_lightning.metrics.metrics_logger import MetricsLogger
 from fairlead_runs.trainjob import StatusServer, TrainJobStatus
 
 
@@ -49,7 +49,7 @@ class TrainJobProgress(L.Callback):
         self._close(finished=False)
 
     def _tell(self, trainer: L.Trainer, pl_module: L.LightningModule, status: TrainJobStatus) -> None:
-        file = next((one for one in trainer.loggers if isinstance(one, MetricsFile)), None)
+        file = next((one for one in trainer.loggers if isinstance(one, MetricsLogger)), None)
         status.tell(*position(trainer, pl_module), {} if file is None else file.newest)
         self._warn(status)
 

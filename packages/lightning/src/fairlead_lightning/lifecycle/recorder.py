@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fairlead.errors import FairleadError, RunFailedError
 from fairlead_distributed.process_group import leave_at_exit
+from fairlead_distributed.run.ending import newest_text
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.lifecycle.stopping import newest_text
 from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_runs.describe import NO_CHECKPOINT
 

@@ -6,25 +6,22 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
-from weakref import ref
 
 import lightning.pytorch as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from torch.utils.data import DataLoader
 
 from fairlead.findings import Finding
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import default_plugins
 from fairlead_distributed.info import get_world_size
+from fairlead_distributed.loader_workers import protect_workers
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.build import build_guard
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
-from fairlead_lightning.guard import StopGuard
-from fairlead_lightning.lifecycle.stopping import Ending, StopRequested
+from fairlead_lightning.lifecycle.stopping import FitEnding, StopRequested
 from fairlead_lightning.resume.stateful_loader import StatefulLoader
+from fairlead_runs.guard import StopGuard, build_guard
 from fairlead_runs.unserved import UNSERVED
 
 _SHORT_S: Final = 5.0  # seconds that a signal may wait without a word about it
@@ -53,7 +50,7 @@ class Stops(L.Callback):
         self._worth_saying = _SHORT_S
         self._equal_validation = True
         self._save_due = False
-        self._ending: Ending | None = None
+        self._ending: FitEnding | None = None
         self._undo: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,7 +165,7 @@ class Stops(L.Callback):
 
     def _prepare(self, trainer: L.Trainer, session: RunSession) -> None:
         guard = self._ensure_guard()
-        self._ending = Ending(
+        self._ending = FitEnding(
             trainer,
             session,
             guard,
@@ -187,7 +184,8 @@ class Stops(L.Callback):
     def keep_workers(self, loader: object) -> None:
         """Has the workers of a loader outlive the signals."""
         if self._guard is not None:
-            _protect_workers(loader, self._guard.in_worker)
+            inner = loader.loader if isinstance(loader, StatefulLoader) else loader
+            protect_workers(inner, self._guard.in_worker)
 
     def before_epoch(self, trainer: L.Trainer) -> None:
         """Nothing of the next epoch has begun."""
@@ -229,15 +227,8 @@ class Stops(L.Callback):
             self._save_due |= guard.should_save()
             return
         self._step = self._step_now
-        decision = guard.decision
-        session.event(
-            "signal",
-            signals=list(decision.signals),
-            ranks=[request.rank for request in decision.requests],
-            asked=[request.why for request in decision.requests if request.why],
-            step=self._step,
-        )
-        session.beat("stopping", self._step)
+        assert self._ending is not None
+        self._ending.agreed()
         requested = StopRequested()
         try:
             if self._saves is not None:
@@ -253,7 +244,7 @@ class Stops(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Lightning has left its loops, and other callbacks have had their say."""
         if isinstance(exception, StopRequested) and self._ending is not None:
-            self._ending.carry_out(exception)
+            self._ending.end(exception)
 
     def end_if_lost(self, exception: BaseException) -> None:
         """Ends this process where a rank has gone while all were stopping: the newest complete checkpoint counts."""
@@ -276,29 +267,3 @@ class Stops(L.Callback):
 @rank_zero_only
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _protect_workers(loader: object, outlive: Any) -> None:
-    """Has each worker outlive the signals: a scheduler signals the workers too, and the fit would die with them."""
-    inner = loader.loader if isinstance(loader, StatefulLoader) else loader
-    if not isinstance(inner, DataLoader) or not inner.num_workers:
-        return
-    init: Any = inner.worker_init_fn
-    ours = isinstance(init, partial) and init.func is _in_worker  # of an earlier fit
-    inner.worker_init_fn = partial(_in_worker, outlive, init.args[1] if ours else init)
-    # Not by the loader itself: persistent workers in a cycle end only when garbage is collected, seconds later each.
-    vars(inner)["_get_iterator"] = partial(_start_workers, ref(inner), outlive)
-
-
-def _start_workers(of: ref[DataLoader[Any]], outlive: Any) -> Any:
-    """In place of a loader's `_get_iterator`: there is no public place around the start of its workers."""
-    loader = of()
-    assert loader is not None
-    with outlive.held():
-        return type(loader)._get_iterator(loader)
-
-
-def _in_worker(outlive: Any, users: Callable[[int], None] | None, worker: int) -> None:
-    outlive(worker)
-    if users is not None:
-        users(worker)

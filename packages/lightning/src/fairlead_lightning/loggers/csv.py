@@ -28,4 +28,4 @@ csv = CSV()
 
 
 def build(config: CSVLoggerConfig, context: BuildContext) -> None:
-    """None, which the bridge leaves out: the run's `MetricsFile` is this logger."""
+    """None, which the bridge leaves out: the run's `MetricsLogger` is this logger."""

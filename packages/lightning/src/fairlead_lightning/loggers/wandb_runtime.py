@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
-import wandb
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+import wandb
 from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.again import PENDING, LoggedBefore, pending_rows, plain_rows
-from fairlead_lightning.loggers.positions import resume_position
 from fairlead_lightning.loggers.preempting import answers, forget_service
 from fairlead_lightning.loggers.wandb import WandbLoggerConfig
 from fairlead_lightning.loggers.wandb_record import STEP, RecordFile, earlier_rows
 from fairlead_runs.commit import atomic_write
+from fairlead_runs.logger_positions import resume_position
 
 RUN_FILE: Final = "wandb-run.json"
 SERVER: Final = "https://api.wandb.ai"

@@ -18,18 +18,20 @@ from fairlead.findings import Finding, Inexact
 from fairlead_distributed import register_exact_reduction
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.run.exactness import reasons_text, write_record
+from fairlead_distributed.run.loading import as_it_was_saved, load_weights
+from fairlead_distributed.run.rank_files import seed_anew
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.loggers.positions import LOGGER_POSITIONS, logger_positions
 from fairlead_lightning.resume import rank_state, seen
 from fairlead_lightning.resume.asked import AskedLoaders
 from fairlead_lightning.resume.configured import Configured, changed
 from fairlead_lightning.resume.kept import is_finder, only_once
 from fairlead_lightning.resume.loaders import Loaders
-from fairlead_lightning.resume.loading import as_it_was_saved, load_weights
 from fairlead_lightning.resume.names import plain_names
 from fairlead_lightning.resume.optimizers import with_plain_numbers
 from fairlead_lightning.resume.users import Users
+from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions
 
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
@@ -194,13 +196,13 @@ class ExactResume(L.Callback):
         replayed = list(self.loaders.replayed.values())
         try:
             record = [*state, *self._changed]
-            seen.write_record(self._record[0], list(settings), record, replayed, trainer.world_size, self._record[1])
+            write_record(self._record[0], list(settings), record, replayed, trainer.world_size, self._record[1])
             if self._configured is not None:
                 self._configured.write(self._record[0])
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
             return
-        text = seen.said([*settings, *state] if self._session is not None else state, replayed)
+        text = reasons_text([*settings, *state] if self._session is not None else state, replayed)
         if text is not None and not said >= self._said:
             (self._say or trainer.print)(text)
 
@@ -355,7 +357,7 @@ class ExactResume(L.Callback):
         self._users.restore(state, same_ranks=self._same_ranks)
         if not self._same_ranks:
             assert self.loaders is not None
-            rank_state.seed_anew(self.loaders.seed, trainer.global_step, rank_state.data_rank(trainer))
+            seed_anew(self.loaders.seed, trainer.global_step, rank_state.data_rank(trainer))
         elif state["where"] is not None:
             if state["where"] in ("batch", "done"):
                 compat.resume_averaging(trainer)

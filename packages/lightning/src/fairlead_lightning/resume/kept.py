@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
+from fairlead_distributed.run.registry import is_stateful
 from fairlead_distributed.user_objects import is_engines
-from fairlead_lightning.resume.stateful_loader import is_stateful
 
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
 

@@ -13,34 +13,16 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.errors import CheckpointError
-from fairlead_distributed import derive_seed, rng_state, set_rng_state
+from fairlead_distributed import rng_state, set_rng_state
 from fairlead_distributed.module_state import module_state, restore_module
-from fairlead_distributed.rng import seed_xla
+from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.whole import plain_name
 from fairlead_lightning import compat
-from fairlead_lightning.loggers.positions import LOGGER_POSITIONS
 from fairlead_runs.data_ranks import replicas_in, replicas_of
+from fairlead_runs.logger_positions import LOGGER_POSITIONS
 
 FORMAT: Final = 1
-
-
-def rank_file(rank: int) -> str:
-    """The name of the part of a checkpoint that one rank writes."""
-    return f"rank-{rank:05d}.pt"
-
-
-def load_part(path: Path) -> Any:
-    """What a rank's file holds: tensors and plain data."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
-        raise CheckpointError(
-            "a rank's part of the checkpoint cannot be read",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="name an older checkpoint with --resume",
-        ) from error
 
 
 def read(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -120,19 +102,6 @@ def data_rank(engine: L.Trainer | lf.Fabric) -> int:
     """Which of the batches this rank takes; ranks that share one have the same number, and draw alike."""
     shards = getattr(engine.strategy, "distributed_sampler_kwargs", None)
     return int(shards["rank"]) if shards else engine.global_rank
-
-
-def seed_anew(seed: int, step: int, rank: int) -> None:
-    """Seeds the generators of a `data_rank` where there is no state of them: another number of ranks goes on."""
-    import random
-
-    import numpy as np
-
-    number = derive_seed("rank", seed, step, rank)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    torch.manual_seed(number)
-    seed_xla(number)
 
 
 def saved_positions(session: RunSession) -> Mapping[str, Any]:

@@ -1,10 +1,8 @@
-"""What a start has seen that keeps a resume from being exact: written down for `explain`, and said once."""
+"""What a start has seen that keeps a resume from being exact."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,13 +14,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from fairlead.config import TrainerConfig
 from fairlead.config.marks import NotExact, marked
-from fairlead.errors import RunDirectoryError
-from fairlead.exactness import EXACTNESS_FILE, record, sentence, verdict
+from fairlead.exactness import inexact_kernels
 from fairlead.findings import Inexact
 from fairlead_lightning import compat
-from fairlead_lightning.accelerators.cuda import inexact_kernels
-from fairlead_lightning.loggers.positions import Positioned
-from fairlead_runs.commit import atomic_write
+from fairlead_runs.logger_positions import Positioned
 
 
 def state_reasons(trainer: L.Trainer) -> list[Inexact]:
@@ -99,24 +94,3 @@ def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Itera
 def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
     """Loggers that hold a step twice when it is done again: nothing can cut them back."""
     return sorted({type(logger).__name__ for logger in loggers if not isinstance(logger, Positioned)})
-
-
-def write_record(
-    start: Path, settings: list[Inexact], state: list[Inexact], replayed: Sequence[str], world_size: int, job: str
-) -> None:
-    """Writes down, in the folder of this start, what was seen of settings, loaders and state; on rank 0."""
-    content = {**record(settings=settings, seen=state, world_size=world_size, job=job), "replayed": list(replayed)}
-    try:
-        start.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError("cannot write what was seen", where=str(start), why=error.strerror) from error
-    text = json.dumps(content, indent=1) + "\n"
-    atomic_write(start / EXACTNESS_FILE, text.encode(), error=RunDirectoryError)
-
-
-def said(reasons: list[Inexact], replayed: Sequence[str] = ()) -> str | None:
-    """What to tell the user at a start; None where a resume is exact and goes on at once."""
-    lines = [f"a resume reads the batches of its epoch again, for {one}" for one in replayed]
-    if reasons:
-        lines = [f"resume is {verdict(reasons)}:", *(f"  {sentence(reason)}" for reason in reasons), *lines]
-    return "\n".join(lines) or None

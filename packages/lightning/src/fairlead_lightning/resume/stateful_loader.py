@@ -13,14 +13,10 @@ from torch.utils.data import IterableDataset
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.rng import IsolatedGenerators, cpu_states
+from fairlead_distributed.run.registry import is_stateful
 from fairlead_lightning.resume.tried import Trial, begin_as, beginning, go_on, leave_out, needs_trial, take
 
 _END: Final = object()
-
-
-def is_stateful(thing: object) -> bool:
-    """Whether it can say and take back where it is."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 class StatefulLoader:

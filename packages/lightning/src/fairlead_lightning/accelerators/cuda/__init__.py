@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from fairlead import AcceleratorConfigBase, hookimpl
 from fairlead.errors import ConfigError
+from fairlead.exactness.kernels import inexact_kernels
 from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext, Devices
 from fairlead.resolution import Resolution
@@ -17,7 +18,7 @@ from fairlead_lightning.accelerators import build as build_by_name
 from fairlead_lightning.accelerators.cuda.amd import amd_devices
 from fairlead_lightning.accelerators.cuda.nvidia import nvidia_devices
 
-__all__ = ["CUDA", "CUDAAcceleratorConfig", "build", "cuda", "find_devices", "gpu", "inexact_kernels"]
+__all__ = ["CUDA", "CUDAAcceleratorConfig", "build", "cuda", "find_devices", "gpu"]
 
 
 class CUDAAcceleratorConfig(AcceleratorConfigBase):
@@ -67,18 +68,6 @@ def build(config: CUDAAcceleratorConfig, context: BuildContext) -> Any:
             else "install a torch built for CUDA (pytorch.org/get-started), or choose `accelerator: cpu`",
         )
     return build_by_name(config, context)
-
-
-def inexact_kernels(deterministic: object, benchmark: object, said: Callable[[str, object], str]) -> Iterator[Inexact]:
-    """What kernels that are chosen like this keep from being exact; `said` writes a setting as the user does."""
-    if deterministic is not True:
-        why = "sums on a GPU are added in an order of their own, unless kernels are chosen that do not"
-        if deterministic == "warn":
-            why = "operations without a deterministic kernel only warn, and are computed in an order of their own"
-        yield Inexact(said("deterministic", deterministic), why=why, fix=said("deterministic", True))
-    if benchmark:
-        why = "cuDNN measures its kernels at every start, and may choose others that round in another way"
-        yield Inexact(said("benchmark", True), why=why, fix=said("benchmark", False))
 
 
 def _in_a_job(name: str, value: object) -> str:

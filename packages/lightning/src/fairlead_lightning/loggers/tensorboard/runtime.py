@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
-from fairlead_lightning.loggers.positions import resume_position
 from fairlead_lightning.loggers.tensorboard import TensorBoardLoggerConfig
 from fairlead_lightning.loggers.tensorboard.events import cut_steps, cut_to, event_files, make_durable
+from fairlead_runs.logger_positions import resume_position
 
 POSITION_KEY: Final = "tensorboard"
 NOTHING: Final[Mapping[str, Any]] = {"files": {}, "hyperparameters": [], "epoch": None}

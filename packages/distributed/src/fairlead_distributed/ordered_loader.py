@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from fairlead_distributed.batch_order import Order
@@ -39,7 +38,13 @@ def over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
 
 def is_ahead(loader: DataLoader[Any]) -> bool:
     """Whether samples are made before the training asks: by workers, or by Lightning where there is no length."""
-    return loader.num_workers > 0 or sized_len(loader) is None
+    if loader.num_workers > 0:
+        return True
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return True
+    return False
 
 
 def _elsewhere(state: object = None) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""What the adapter to Lightning's loops asks of the guard of a requeue plugin, mostly `PreemptionGuard`."""
+"""What a run asks of the guard of a requeue plugin, mostly `PreemptionGuard`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
-from fairlead.interfaces import Requeuer
+from fairlead.backends import imported
+from fairlead.interfaces import BuildContext, Requeuer
+from fairlead.plugin_classes import RequeuePlugin
 from fairlead_runs.waiting import Standing, own_standing
 
 
@@ -109,3 +111,11 @@ class StopGuard(Protocol):
 
     def close(self, *, failed: bool = False) -> None:
         """Ends what runs in the background; `failed`: an error has left the loop."""
+
+
+def build_guard(context: BuildContext, flags: StopSignals | None = None) -> StopGuard:
+    """What stops a run on its requeuer's signals, on an earlier guard's `flags` if given; imports no torch."""
+    config = context.resolution.requeue
+    plugin = cast("RequeuePlugin", context.plugins.of(config))
+    guard: StopGuard = imported(plugin.guard, f"the guard of the requeue {config.name!r}")(config, context, flags)
+    return guard

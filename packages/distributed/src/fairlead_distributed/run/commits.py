@@ -1,6 +1,6 @@
-"""One commit of all ranks together, for a Trainer and for a loop of one's own.
+"""One commit of all ranks together, whatever the engine.
 
-Every rank writes its own file and says its checksum or what went wrong; if all of them are durable, the strategy writes
+Every rank writes its own file and says its checksum or what went wrong; if all of them are durable, the engine writes
 the shared state, and rank 0 publishes the checkpoint. Otherwise no rank goes on with it.
 """
 
@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.strategies import Strategy as FabricStrategy
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.run.rank_files import rank_file
 from fairlead_distributed.run.session import STATE_FILE, RunSession
-from fairlead_lightning.resume.rank_state import rank_file
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, ShardedSaves
 from fairlead_runs.commit import (
     FileHash,
@@ -47,6 +44,22 @@ Hashes = Mapping[str, FileHash]
 Commit = Callable[[Hashes], None]
 """Publishes what was written; takes the checksums that are known, by name in the checkpoint."""
 Problem = FairleadError | OSError | None
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What a commit asks of the engine that connects the ranks; a strategy of Lightning's is one."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, which publishes."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank `src`, on all ranks."""
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+
 
 _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 
@@ -54,18 +67,16 @@ _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 class Commits:
     """Writes and commits the checkpoints of a run; each method is called by all ranks together.
 
-    `io` is None where the strategy writes without one; `saved` is the step, or the place of the training, that
-    is written, or taken in the background.
+    `io` is Lightning's CheckpointIO, None where the state is written without one; `saved` is the step, or the place of
+    the training, that is written, or taken in the background.
     """
 
-    def __init__(
-        self, session: RunSession, strategy: Strategy | FabricStrategy, io: object, rank: int, config: CheckpointConfig
-    ) -> None:
+    def __init__(self, session: RunSession, ranks: Ranks, io: object, rank: int, config: CheckpointConfig) -> None:
         self.session = session
         self.config = config
         self.monitor = config.monitor
         self.saved: object = None
-        self._strategy = strategy
+        self._ranks = ranks
         self._io = io
         self._rank = rank
         self._staged_step = -1
@@ -141,7 +152,7 @@ class Commits:
         error = write(file, commit)
         self.report(step, error, staged, **event)
         # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
-        saved = bool(self._strategy.broadcast(error is None or _of_earlier_saves(error, file)))
+        saved = bool(self._ranks.broadcast(error is None or _of_earlier_saves(error, file)))
         if saved:
             self.saved = step if place is None else place
         return saved
@@ -151,13 +162,13 @@ class Commits:
 
         Rank 0 gets why it failed, on whichever rank that was; it is not raised, because all go on.
         """
-        zero, error = self._strategy.is_global_zero, None
+        zero, error = self._ranks.is_global_zero, None
         with committing(self._io if zero else None, commit) as outcome:
             try:
                 save()
             except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
                 error = _explained(raised, file)
-                self._strategy.barrier("Trainer.save_checkpoint")  # the others wait there at the end of their save
+                self._ranks.barrier("Trainer.save_checkpoint")  # the others wait there at the end of their save
         error = _first_error(gather_objects(error))  # a strategy that writes by itself may fail on one rank only
         if error is not None or not zero:
             return error
@@ -184,7 +195,7 @@ class Commits:
         """Waits for what is written in the background; returns whether all of it was, the same on all ranks."""
         error = self._finished_writes()
         self.report(step, error, **event)
-        return bool(self._strategy.broadcast(error is None))
+        return bool(self._ranks.broadcast(error is None))
 
     def finish_writes(self, step: int) -> None:
         """Waits for what is written in the background, on this rank alone: the others may be gone."""
@@ -192,10 +203,10 @@ class Commits:
 
     def copied(self) -> None:
         """The run is over: waits for the copies elsewhere; all ranks raise where they are not complete."""
-        copies = copies_of(self._io) if self._strategy.is_global_zero else None
+        copies = copies_of(self._io) if self._ranks.is_global_zero else None
         lacking = copies.wait_uploaded() if copies is not None else None
         self.session.raise_if_replaced()
-        lacking = self._strategy.broadcast(lacking)
+        lacking = self._ranks.broadcast(lacking)
         if lacking is not None:
             raise CheckpointError(
                 "the result is saved here, but its copy is not complete",
@@ -209,7 +220,7 @@ class Commits:
 
         Raises where it was not, because another start owns the run.
         """
-        if error is None or not self._strategy.is_global_zero:
+        if error is None or not self._ranks.is_global_zero:
             return
         self.session.raise_if_replaced(look=True)
         text = error.block() if isinstance(error, FairleadError) else f"{type(error).__name__}: {error}"
@@ -233,7 +244,7 @@ class Commits:
 
     def _of_xla(self, error: Problem) -> Problem:
         """The error, or that another rank has one: XLA's ranks are in no process group, and each knows its own only."""
-        decide = getattr(self._strategy, "reduce_boolean_decision", None)
+        decide = getattr(self._ranks, "reduce_boolean_decision", None)
         if dist.is_initialized() or decide is None or decide(error is None):
             return error
         return error or CheckpointError("a rank could not write its part of a checkpoint", where=str(self.session.path))
@@ -291,18 +302,19 @@ def committing(io: object, commit: Commit) -> Iterator[list[Problem]]:
     what became of the save, None or why it failed: raised it would leave Lightning's other ranks waiting behind it.
     """
     outcome: list[Problem] = []
-    if not isinstance(io, CheckpointIO):
+    if io is None:
         yield outcome
         return
+    writer: Any = io
 
     def save_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        del vars(io)["save_checkpoint"]
+        del vars(writer)["save_checkpoint"]
 
         def save() -> None:
             if storage_options is None and isinstance(io, DurableSaves):
                 io.submit(checkpoint, path, lambda digest: commit({Path(path).name: digest} if digest else {}))
             else:
-                io.save_checkpoint(checkpoint, os.fspath(path), storage_options)
+                writer.save_checkpoint(checkpoint, os.fspath(path), storage_options)
                 commit({})
 
         outcome.append(raised_by(save))

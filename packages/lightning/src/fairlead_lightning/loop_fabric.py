@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 import lightning.fabric as lf
 
+from fairlead.backends import build_backend
 from fairlead.config import TrainerConfig
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_launch.environment import LAUNCHED
-from fairlead_lightning.build import build_backend, build_plugins
+from fairlead_lightning.build import build_plugins
 from fairlead_lightning.fit import plan
 
 

@@ -1,0 +1,226 @@
+"""The batches of a run: from where it stopped, so that an interrupted epoch leaves no trace in the random numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from fairlead.errors import CheckpointError, ConfigError
+from fairlead.findings import Inexact
+from fairlead_distributed._sampling import derive_seed
+from fairlead_distributed.batch_order import EpochPosition, ShardedOrder
+from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.ordered_loader import default_sampler, over
+from fairlead_distributed.plain_data import from_plain, to_plain
+from fairlead_distributed.rng import isolated_rng
+from fairlead_distributed.run.registry import is_stateful
+from fairlead_distributed.sampler import ResumableDistributedSampler
+from fairlead_distributed.seeding import SeededSamples
+
+Kind = Literal["ordered", "stateful", "anew"]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Which ranks take different batches: how many of them there are, and which this rank is."""
+
+    count: int
+    rank: int
+
+
+class Source:
+    """One loader of a run, which is known by its name: each start may make it anew.
+
+    Attributes:
+        epoch: The epoch that it is in, from 0.
+        batches: The batches of this epoch that this rank has taken; each counts as trained on when it is handed out.
+        over: Whether the epoch has no more of them.
+    """
+
+    def __init__(self, name: str, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
+        self.name = name
+        self.epoch = int(saved["epoch"]) if saved is not None else 0
+        self.batches = int(saved["batches"]) if saved is not None else 0
+        self.over = bool(saved["over"]) if saved is not None else False
+        self.running = False
+        self.replicas: Replicas | None = None
+        self.inexact: Inexact | None = None
+        self._saved = saved
+        self._same_ranks = same_ranks
+        self._given: Any = None
+        self._ready: Any = None
+        self._kind: Kind = "anew"
+
+    @property
+    def loader(self) -> Any:
+        """What the batches come from."""
+        return self._ready
+
+    def prepare(self, loader: Any, seed: int, replicas: Replicas | None) -> None:
+        """Makes a loader ready; the same one as before stays as it is.
+
+        A map-style dataset behind torch's own samplers is read in an order that is made of seed and epoch, divided over
+        the `replicas`. A loader with a state of its own is trusted. Another one begins its epoch anew.
+
+        Raises:
+            ConfigError: Which ranks take different batches is not known.
+            CheckpointError: The checkpoint is of a loader of another kind, or of other data.
+        """
+        if loader is self._given:
+            return
+        self._given, self.inexact = loader, None
+        order = self._ordered(loader, seed, replicas)
+        if order is not None:
+            self._ready, self._kind = over(loader, order, seed), "ordered"
+        elif is_stateful(loader):
+            self._ready, self._kind = loader, "stateful"
+        else:
+            self._ready, self._kind = loader, "anew"
+            self.inexact = _inexact(loader)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._load(saved)
+
+    def _ordered(self, loader: Any, seed: int, replicas: Replicas | None) -> ShardedOrder | None:
+        if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+            return None
+        batches: Any = loader.batch_sampler
+        if type(batches) is not BatchSampler:
+            return None
+        sampler: Any = batches.sampler
+        common: dict[str, Any] = {"place": lambda: EpochPosition(self.epoch, self.batches)}
+        common["generator"] = torch.Generator()
+        if type(sampler) is ResumableDistributedSampler:
+            self.replicas = Replicas(sampler.num_replicas, sampler.rank)
+            return ShardedOrder(batches, seed=sampler.seed, **common)
+        if type(sampler) is DistributedSampler:
+            self.replicas = Replicas(sampler.num_replicas, sampler.rank)
+            options = {name: getattr(sampler, name) for name in ("shuffle", "seed", "drop_last")}
+        elif (default := default_sampler(sampler, loader)) is not None:
+            if replicas is None:
+                raise ConfigError(
+                    "which ranks take the same batches is not known",
+                    where="Run.batches()",
+                    why="the model is split in more ways than over the data-parallel ranks",
+                    fix="DataLoader(..., sampler=ResumableDistributedSampler(dataset, num_replicas=..., rank=...))",
+                )
+            self.replicas = replicas
+            options = {"seed": seed, **default}
+        else:
+            return None
+        options["seed"] = broadcast_object(options["seed"])  # a generator that ranks have seeded apart
+        parts = ResumableDistributedSampler(
+            loader.dataset,
+            self.replicas.count,
+            self.replicas.rank,
+            tag_epoch=isinstance(loader.dataset, SeededSamples),
+            **options,
+        )
+        order = BatchSampler(parts, batches.batch_size, batches.drop_last)
+        return ShardedOrder(order, seed=options["seed"], **common)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        if saved["kind"] != self._kind:
+            raise CheckpointError(
+                f"the loader {self.name!r} cannot continue where the checkpoint is",
+                where="Run.batches()",
+                why=f"its position was that of a loader of the kind {saved['kind']!r}, now it is {self._kind!r}",
+                fix="give the same loader, or begin a new run: RunConfig(name=..., resume='never')",
+            )
+        if self._kind == "ordered":
+            self._load_order(saved["state"])
+        elif self._kind == "stateful" and self._same_ranks:
+            self._ready.load_state_dict(from_plain(saved["state"]))
+        elif not self.over:
+            self.batches = 0
+
+    def _load_order(self, state: Mapping[str, Any]) -> None:
+        order = cast("ShardedOrder", self._ready.batch_sampler)
+        length = order.sampler.length
+        if state["consumed"] and state["length"] != length:
+            raise CheckpointError(
+                f"cannot continue within epoch {self.epoch}: the number of samples was {state['length']}, now {length}",
+                where="Run.batches()",
+                why=f"the {state['consumed']} samples that were trained on are of an order that no longer exists",
+                fix="resume with the same data, or from a checkpoint at the end of an epoch",
+            )
+        order.load_state_dict(state)
+        if not self._same_ranks and not self.over:
+            self.batches = len(order) - order.batches_left(int(state["consumed"]))
+
+    def begin(self, seed: int, step: int) -> Iterator[Any]:
+        """The rest of this epoch's batches; takes nothing from the random generators."""
+        self.running = True
+        if self._kind == "ordered":
+            return iter(self._ready)
+        rank = self.replicas.rank if self.replicas is not None else 0
+        with isolated_rng(derive_seed("loader", seed, step, rank)):  # a resumed epoch makes one more iterator
+            return iter(self._ready)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the epoch is known to have no more batches."""
+        return self._kind == "ordered" and self.batches >= len(self._ready)
+
+    def took(self) -> None:
+        """A batch was taken, and is handed out."""
+        self.batches += 1
+        if self._kind == "ordered" and self.batches:
+            self._ready.batch_sampler.begun()
+
+    def ended(self) -> None:
+        """The epoch has no more batches."""
+        self.over, self.running = True, False
+
+    def next_epoch(self) -> None:
+        """Goes to the beginning of the next epoch."""
+        self.epoch, self.batches, self.over = self.epoch + 1, 0, False
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, as plain data, for a checkpoint of this rank.
+
+        Raises:
+            ConfigError: The loader's own state holds what could not be read again.
+        """
+        if self._given is None and self._saved is not None:  # not asked for batches in this start
+            return {**copy.deepcopy(dict(self._saved)), "epoch": self.epoch, "batches": self.batches, "over": self.over}
+        state: Any = None
+        if self._kind == "ordered":
+            state = self._ready.batch_sampler.state_dict()
+        elif self._kind == "stateful":
+            try:
+                state = to_plain(self._ready.state_dict(), "its state")
+            except TypeError as error:
+                raise ConfigError(
+                    f"the state of the loader {self.name!r} cannot be saved",
+                    where=f"{type(self._ready).__name__}.state_dict()",
+                    why=str(error),
+                    fix="return numbers, texts, tensors, arrays, and lists and dicts of them",
+                ) from error
+        place = {"epoch": self.epoch, "batches": self.batches, "over": self.over}
+        return {**place, "kind": self._kind, "state": state}
+
+
+def _inexact(loader: Any) -> Inexact:
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset):
+        return Inexact(
+            f"the IterableDataset {type(dataset).__name__}",
+            why="a stream has no position to resume from: its epoch begins anew",
+            fix="torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, or a dataset with "
+            "__getitem__ and __len__",
+        )
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        own = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+        return Inexact(f"the {type(own).__name__} of a loader", why=_NO_POSITION, fix=_SAMPLER)
+    return Inexact(f"the loader {type(loader).__name__}", why=_NO_POSITION, fix=_LOADER)
+
+
+_NO_POSITION: Final = "it has no position that could be saved: its epoch begins anew"
+_SAMPLER: Final = "ResumableDistributedSampler, or torchdata's StatefulDataLoader"
+_LOADER: Final = "give it state_dict and load_state_dict, or use a torch.utils.data.DataLoader"

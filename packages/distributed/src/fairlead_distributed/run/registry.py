@@ -1,0 +1,294 @@
+"""The named state of a run: what a checkpoint holds, how each part is restored, and whether that is exact."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_distributed._sharded import is_dtensor, is_fsdp1
+from fairlead_distributed.module_state import module_state, restore_flags, restore_module
+from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.rng import rng_state
+from fairlead_distributed.run.loading import readable_load_errors
+from fairlead_distributed.whole import named_as, plain_state
+
+OWN: Final = "fairlead"
+"""The key of the run's own entry in the shared state."""
+
+Layout = Literal["replicated", "sharded", "stages"]
+"""What the ranks hold of the registered modules: all the same; shards of it; or other modules, as of a pipeline."""
+
+_LEAVES: Final = frozenset(
+    {type(None), bool, int, float, complex, str, bytes}
+    | {torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device}
+)
+_ENGINES: Final = ("lightning.fabric.wrappers", "accelerate.")
+"""Whose wrappers around modules and optimizers are looked into: the state is that of what they wrap."""
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether it can say and take back where it is."""
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered object; `per_rank`: each rank has one of its own."""
+
+    name: str
+    value: Any
+    per_rank: bool
+
+
+class Registry:
+    """The objects of a run by name, in torch DCP's protocol: `state_dict` and `load_state_dict`.
+
+    Random generators (`torch.Generator`, `numpy.random.Generator`, `random.Random`) are taken as well. Modules and
+    optimizers that Fabric or Accelerate has wrapped are looked into.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def add(self, name: str, value: Any, *, per_rank: bool = False) -> None:
+        """Registers an object.
+
+        Raises:
+            ConfigError: The name is taken, or the object has no state that can be saved and restored.
+        """
+        if name == OWN or name in self._entries:
+            what = "is the run's own" if name == OWN else "is registered already"
+            raise ConfigError(f"the name {name!r} {what}", where="Run", fix="choose another name")
+        value = _unwrapped(value)
+        if type(value).__module__.startswith("deepspeed."):
+            raise ConfigError(
+                f"{name} is DeepSpeed's, whose engine keeps weights and optimizer state in its own way",
+                where="Run",
+                fix="train with fairlead.Trainer(strategy='deepspeed'), or shard the model with torch's fully_shard",
+            )
+        if not is_stateful(value) and not isinstance(value, _GENERATORS):
+            raise ConfigError(
+                f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which has no state to restore",
+                where="Run",
+                why="it has no state_dict() and load_state_dict()",
+                fix=f"put plain data into run.state[{name!r}]; give other objects these two methods",
+            )
+        self._entries[name] = Entry(name, value, per_rank)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def names(self) -> dict[str, list[str]]:
+        """The names of all, for the manifest of a checkpoint."""
+        shared = sorted(one.name for one in self if not one.per_rank)
+        return {"shared": shared, "per_rank": sorted(one.name for one in self if one.per_rank)}
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules, without DistributedDataParallel around them."""
+        return {one.name: _bare(one.value) for one in self if isinstance(one.value, nn.Module)}
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers of torch's kind."""
+        return {one.name: one.value for one in self if isinstance(one.value, Optimizer)}
+
+    def is_ddp(self) -> bool:
+        """Whether DistributedDataParallel copies buffers of rank 0 to all before each forward pass."""
+        return any(isinstance(one.value, DistributedDataParallel) and one.value.broadcast_buffers for one in self)
+
+    def layout(self) -> Layout:
+        """What the ranks hold of the shared modules. A collective: the ranks compare the names of their parameters."""
+        held = [one for one in self._parts() if isinstance(one.value, nn.Module)]
+        parts = [part for one in held for part in one.value.modules()]
+        tensors = [tensor for one in held for tensor in one.value.parameters()]
+        if any(map(is_fsdp1, parts)) or any(map(is_dtensor, tensors)):
+            return "sharded"
+        names = [f"{one.name}.{name}" for one in held for name, _ in one.value.named_parameters()]
+        return "replicated" if len(set(map(tuple, gather_objects(names)))) == 1 else "stages"
+
+    def model(self) -> nn.Module:
+        """The shared modules as one module with their names, for torch's helpers of distributed checkpoints."""
+        together = nn.Module()
+        for one in self._parts():
+            if isinstance(one.value, nn.Module):
+                together.add_module(one.name, _bare(one.value))
+        return together
+
+    def shared_optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers whose state is shared."""
+        return {one.name: one.value for one in self._parts() if isinstance(one.value, Optimizer)}
+
+    def shared_state(self, *, sharded: bool) -> dict[str, Any]:
+        """The states of the shared objects, as plain data and tensors; `sharded`: but for modules and optimizers.
+
+        Raises:
+            ConfigError: A state holds what could not be read again.
+        """
+        return {
+            one.name: _state_of(one)
+            for one in self._parts()
+            if not (sharded and isinstance(one.value, (nn.Module, Optimizer)))
+        }
+
+    def load_shared(self, states: Mapping[str, Any], file: Path) -> None:
+        """Gives the shared objects what `shared_state` returned."""
+        for name, state in states.items():
+            if name != OWN:
+                _load(self._entries[name], state, file)
+
+    def rank_state(self, *, buffers: bool) -> dict[str, Any]:
+        """What this rank saves; `buffers`: those of its modules too, as not all are in the shared state."""
+        return {
+            "objects": {one.name: _state_of(one) for one in self if one.per_rank},
+            "modules": {name: module_state(one, buffers=buffers) for name, one in self.modules().items()},
+            "rng": rng_state(),
+        }
+
+    def load_rank(self, state: Mapping[str, Any], file: Path, *, same_ranks: bool) -> None:
+        """Gives this rank's objects what `rank_state` returned, or rank 0's part of it; not the generators."""
+        for one in self:
+            if one.per_rank:
+                _load(one, state["objects"][one.name], file)
+        for name, module in self.modules().items():
+            with loading(f"what a rank has saved of {name}", file):
+                (restore_module if same_ranks else restore_flags)(module, state["modules"][name])
+
+    def require_same(self, saved: Any, where: Path) -> None:
+        """Raises where the names that a manifest gives are not those of this run."""
+        if not isinstance(saved, Mapping) or set(saved) != {"shared", "per_rank"}:
+            raise CheckpointError(
+                "this checkpoint was not written by a Run",
+                where=str(where),
+                why="its manifest does not name what is in it: a Trainer has written it, or another program",
+                fix="load it yourself before the loop, or begin with its weights: RunConfig(resume='weights:PATH')",
+            )
+        for kind, ours in self.names().items():
+            missing, extra = set(ours) - set(saved[kind]), set(saved[kind]) - set(ours)
+            if missing or extra:
+                what = f"has no {_list(missing)}" if missing else f"also has {_list(extra)}, which was not given"
+                raise CheckpointError(
+                    f"the checkpoint {what}",
+                    where=str(where),
+                    why=f"{kind}: it holds {_list(saved[kind])}; Run was given {_list(ours)}",
+                    fix="give Run the same objects, or begin a new run: RunConfig(name=..., resume='never')",
+                )
+
+    def _parts(self) -> Iterator[Entry]:
+        return (one for one in self if not one.per_rank)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A copy of the containers in `value`, of what `torch.load(..., weights_only=True)` reads, else a `ConfigError`."""
+    kind = type(value)
+    if kind in _LEAVES or (isinstance(value, torch.Tensor) and is_dtensor(value)):
+        return value
+    if kind in (dict, OrderedDict, Counter):
+        return kind({plain(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()})
+    if kind in (list, tuple, set):
+        return kind(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
+        return value.item()
+    raise ConfigError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be read from a checkpoint again",
+        where="Run",
+        why="reading runs no code of the file; so it holds tensors, numbers, texts, and lists and mappings of them",
+        fix="convert it, or register an object whose state_dict() returns such data",
+    )
+
+
+@contextmanager
+def loading(what: str, file: Path) -> Iterator[None]:
+    """Has whatever an object says of a state that is not its own be a `CheckpointError`."""
+    try:
+        with readable_load_errors(file):
+            yield
+    except FairleadError:
+        raise
+    except Exception as error:  # each class has its own way to refuse a state
+        raise CheckpointError(
+            f"{what} does not fit",
+            where=str(file),
+            why=f"{type(error).__name__}: {error}"[:1000],
+            fix="give Run objects like those it was saved with, or begin a new run",
+        ) from error
+
+
+_GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
+
+
+def _state_of(entry: Entry) -> Any:
+    value = entry.value
+    if isinstance(value, nn.Module):
+        state = plain_state(_bare(value).state_dict())
+        plain(state, f"the state of {entry.name}")
+        return state  # torch keeps versions in an attribute of a module's state
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return plain(_plain_arrays(value.bit_generator.state), f"the state of {entry.name}")
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return plain(value.state_dict(), f"the state of {entry.name}")
+
+
+def _load(entry: Entry, state: Any, file: Path) -> None:
+    value = entry.value
+    with loading(f"the state of {entry.name}", file):
+        if isinstance(value, nn.Module):
+            bare = _bare(value)
+            bare.load_state_dict(named_as(bare, state))
+        elif isinstance(value, torch.Generator):
+            value.set_state(state.cpu())
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = _arrays(state)
+        elif isinstance(value, random.Random):
+            version, internal, gauss = state
+            value.setstate((version, tuple(internal), gauss))
+        else:
+            value.load_state_dict(state)
+
+
+def _plain_arrays(value: Any) -> Any:
+    """A generator's state with its arrays as lists of numbers."""
+    if isinstance(value, Mapping):
+        return {key: _plain_arrays(item) for key, item in value.items()}
+    return {"array": value.tolist(), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, Mapping) and set(value) == {"array", "dtype"}:
+        return np.array(value["array"], dtype=value["dtype"])
+    return {key: _arrays(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _unwrapped(value: Any) -> Any:
+    """What an engine's wrapper holds: a Fabric module's own forward module, the optimizer or scheduler behind one."""
+    while type(value).__module__.startswith(_ENGINES):
+        held = (getattr(value, name, None) for name in ("_forward_module", "optimizer", "scheduler"))
+        inner = next((one for one in held if one is not None), None)
+        if inner is None:
+            break
+        value = inner
+    return value
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module in a DistributedDataParallel."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _list(names: Any) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"

@@ -1,0 +1,732 @@
+"""`Run`: a run directory, agreed stops and exact resume for any training loop of torch."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal, Self, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
+from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead.findings import Inexact
+from fairlead.interfaces import BuildContext
+from fairlead.plugins import PluginManager, default_plugins
+from fairlead_distributed._sharded import is_fsdp1
+from fairlead_distributed.divergence import replicated_tensors
+from fairlead_distributed.exact_reduction import register_exact_reduction
+from fairlead_distributed.info import get_rank, get_world_size
+from fairlead_distributed.loader_workers import protect_workers
+from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.run.checkpoints import RunCheckpoints, number
+from fairlead_distributed.run.data import Replicas, Source
+from fairlead_distributed.run.exactness import loop_reasons, reasons_text, write_record
+from fairlead_distributed.run.failure_watch import FailureWatch
+from fairlead_distributed.run.loading import load_weights
+from fairlead_distributed.run.loop_opening import LoopEnding, opened, replicas_here
+from fairlead_distributed.run.registry import Registry, plain
+from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
+from fairlead_distributed.run.sample_check import SampleCheck
+from fairlead_distributed.run.scripts import run_config
+from fairlead_distributed.run.session import RunSession
+from fairlead_runs.guard import StopGuard
+from fairlead_runs.lasting_output import give_output_back, keep_output
+from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
+from fairlead_runs.metrics_file import MetricsFile
+
+T = TypeVar("T")
+Ended = Literal["step", "validation", "epoch"]
+"""What has just ended where a run comes to its boundary."""
+
+_TRAIN: Final = "train"
+
+
+class Stopped(SystemExit):
+    """All ranks have agreed to stop, and everything is saved; ends the process with the right exit code.
+
+    Attributes:
+        outcome: What was done, as `fairlead_hpc_signals.StopOutcome` describes it.
+    """
+
+    def __init__(self, outcome: Any) -> None:
+        super().__init__(outcome.exit_code)
+        self.outcome = outcome
+
+
+class Run:
+    """A run directory, durable checkpoints, agreed stops and exact resume for a custom training loop.
+
+    Started again, the script resumes from the newest complete checkpoint as if it had not been interrupted: with the
+    same weights, bit for bit. The loop registers all that changes while it trains, takes its batches from `batches()`,
+    and calls `step()` once an optimizer step. Between two steps, where the loop asks for its next batch, the run does
+    what is due: a heartbeat, a stop or a save that any rank was asked for, checks of the replicas, a checkpoint.
+
+    All ranks use it alike; with several, the process group is there before (`fairlead_distributed.process_group`, or
+    torch's own). Each rank's random generators (Python, NumPy, torch, CUDA) are in each checkpoint without being given.
+
+    Args:
+        run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
+        config: What makes this run this run, as plain data (`vars(args)`): with another value of anything in it the
+            run is not continued. What may change in a job file's `trainer`, such as `max_steps`, may change here.
+        max_epochs: Where the training ends; None: that of `config`, if it has one.
+        max_steps: The same in optimizer steps.
+        checkpoint: When to save and what to keep, as a `CheckpointConfig` or its fields.
+        log_every_n_steps: How often what `step` is given goes into `metrics.csv`.
+        finite: Whether a weight that is not finite fails the run, in place of being saved.
+        on_divergence: What replicas that differ do: fail the run, or give a warning.
+        local_buffers: Names or patterns of buffers that differ over the ranks on purpose.
+        check_samples: Whether the first batches are compared over the ranks; False where data repeat on purpose.
+        gather: Save a sharded model as one file with the full state, in place of a folder of shards.
+        batch_policy: What stays the same when the run continues with another number of ranks; see `TrainerConfig`.
+        requeue: Who has the job started again after a stop, as in a job's `trainer`; None: what fits this machine.
+        guard: A `PreemptionGuard` that the script has made already.
+        per_rank: Objects of which each rank has its own, by name; as `register(..., per_rank=True)`.
+        environ: The environment variables; None: this process's.
+        plugins: The plugin manager; None: the plugins installed here.
+        state: What is the same on all ranks, by name: modules, optimizers, schedulers, gradient scalers, samplers,
+            random generators, and anything else with `state_dict` and `load_state_dict`.
+
+    Attributes:
+        state: Plain data of the loop's own, the same on all ranks: `run.state["best"] = 0.5`. What is set before
+            `restore` is what a new run begins with.
+        steps: Optimizer steps that are done, over all starts.
+        epoch: The epoch that the loop is in, from 0.
+        finished: How the run ended, when there is nothing left to do; else None.
+        accumulate_grad_batches: Batches of each rank to one optimizer step: `config["accumulate_grad_batches"]`, or 1;
+            another number where the run continues with other ranks and `batch_policy="keep_global"`.
+
+    Raises:
+        ConfigError: An argument is wrong.
+
+    Example:
+        >>> with Run("runs/lm", model=model, optimizer=optimizer, max_epochs=3) as run:  # doctest: +SKIP
+        ...     run.restore()
+        ...     for x, y in run.batches(loader):
+        ...         loss = train_step(model, optimizer, x, y)
+        ...         run.step(loss=loss)
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | RunConfig | None = None,
+        /,
+        *,
+        config: Mapping[str, Any] | None = None,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
+        log_every_n_steps: int = 10,
+        finite: bool = True,
+        on_divergence: OnDivergence = "error",
+        local_buffers: Sequence[str] = (),
+        check_samples: bool = True,
+        gather: bool = False,
+        batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
+        requeue: Any = None,
+        guard: StopGuard | None = None,
+        per_rank: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        plugins: PluginManager | None = None,
+        **state: Any,
+    ) -> None:
+        self.state: dict[str, Any] = {}
+        self.steps = 0
+        self.epoch = 0
+        self.finished: str | None = None
+        self.accumulate_grad_batches = 1
+        self._run = run_config(run)
+        self._config = dict(config or {})
+        self._max_epochs = _limit("max_epochs", max_epochs, self._config)
+        self._max_steps = _limit("max_steps", max_steps, self._config)
+        self._checkpoint = CheckpointConfig.model_validate(checkpoint if checkpoint is not None else {})
+        if self._checkpoint.save_weights_only:
+            raise ConfigError(
+                "a run with save_weights_only could not be resumed",
+                where="Run(checkpoint=...)",
+                fix="leave it out; `fairlead checkpoint export` makes a file with the weights alone",
+            )
+        if log_every_n_steps < 1:
+            raise ConfigError(f"log_every_n_steps cannot be {log_every_n_steps}", where="Run", fix="1 or more")
+        self._log_every = log_every_n_steps
+        self._finite, self._gather = finite, gather
+        self._local_buffers = tuple(local_buffers)
+        self._environ = os.environ if environ is None else environ
+        self._plugins = plugins if plugins is not None else default_plugins()
+        self._trainer = TrainerConfig.model_validate(
+            {
+                **({"requeue": requeue} if requeue is not None else {}),
+                "batch_policy": batch_policy,
+                "accumulate_grad_batches": _accumulated(self._config),
+            },
+            context={"plugins": self._plugins},
+        )
+        self._registry = Registry()
+        for name, value in state.items():
+            self.register(name, value)
+        for name, value in (per_rank or {}).items():
+            self.register(name, value, per_rank=True)
+        self._guard, self._given_guard = guard, guard is not None
+        self._replicas = ReplicaCheck(on_divergence, _REPLICAS)
+        self._samples = SampleCheck(print, _SAMPLES) if check_samples else None
+        self._watch = FailureWatch(self._environ)
+        self._session: RunSession | None = None
+        self._saves: RunCheckpoints | None = None
+        self._ending: LoopEnding | None = None
+        self._metrics: MetricsFile | None = None
+        self._restored = self._driven = self._failed = False
+        self._sources: dict[str, Source] = {}
+        self._saved_sources: Mapping[str, Any] = {}
+        self._same_ranks = True
+        self._data: Replicas | None = None
+        self._seed = 0
+        self._pending: set[Ended] = set()
+        self._asked = False  # for a checkpoint, by `save`
+        self._stepped = self._just = False
+        self._told: list[Inexact] = []
+        self._phase = _TRAIN
+        self._now: dict[str, Any] = {}
+        self._compared = False
+        self._batches = 0
+        self._saved_at = 0.0
+
+    # -- opening and closing
+
+    def __enter__(self) -> Self:
+        if self._session is not None:
+            raise ConfigError("a Run is opened once", where="Run", fix="make a new one for another start")
+        self._guard, self._session, resolution, accumulate = opened(
+            self._run,
+            self._settings(),
+            self._registry,
+            self._trainer,
+            environ=self._environ,
+            plugins=self._plugins,
+            guard=self._guard,
+        )
+        keep_output()
+        session, guard = self._session, self._guard
+        self.finished, self.accumulate_grad_batches = session.finished, accumulate
+        if self.finished is not None:
+            self.say(f"{session.path} is finished: {self.finished}")
+            return self
+        try:
+            for message in session.messages:
+                self.say(message)
+            self._watch.watch(session, get_rank(), int(resolution.value("local_rank")), self.progress)
+            context = BuildContext(resolution, self._environ, self._plugins)
+            self._saves = RunCheckpoints(
+                session, self._registry, self._checkpoint, finite=self._finite, gather=self._gather
+            )
+            self._ending = LoopEnding(session, guard, context, loop=self)
+            self._ending.prepare()
+            guard.start()
+            guard.watch_switches(session.path, session.event)
+            self._replicas.begin(session)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _settings(self) -> dict[str, Any]:
+        limits = {"max_epochs": self._max_epochs, "max_steps": self._max_steps}
+        return {**self._config, **{name: limit for name, limit in limits.items() if limit is not None}}
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        session = self._opened()
+        try:
+            if self.finished is None and error is None and self._restored:
+                try:
+                    self.finish()
+                except BaseException as raised:
+                    error = raised
+                    raise
+        finally:
+            self._close(session, error)
+
+    def _close(self, session: RunSession, error: BaseException | None) -> None:
+        guard = self._guard
+        try:
+            if self.finished is None and error is not None and not isinstance(error, Stopped):
+                if guard is not None and guard.lost(error):
+                    guard.ended_by(error)
+                stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+                session.raised(error, self.steps, stopped=stopped)
+            if self._saves is not None:
+                self._saves.finish_writes(self.steps)
+        finally:
+            self._watch.left_by(error)
+            self.close_metrics()
+            if guard is not None:
+                guard.close(failed=isinstance(error, Exception))
+                if guard.outcome is None and not self._given_guard:
+                    guard.flags.uninstall()
+            session.close()
+            give_output_back()
+
+    def register(self, name: str, value: Any, *, per_rank: bool = False) -> None:
+        """Adds an object to what is saved and restored; before `restore`.
+
+        Args:
+            name: How it is called in the checkpoint.
+            value: Anything with `state_dict` and `load_state_dict`, or a random generator.
+            per_rank: Each rank has one of its own, such as a stage of a pipeline or a loader with a state.
+
+        Raises:
+            ConfigError: It has no state, the name is taken, or the run is restored already.
+
+        Example:
+            >>> run.register("ema", ema)  # doctest: +SKIP
+        """
+        if getattr(self, "_restored", False):
+            raise ConfigError(
+                f"{name} is registered after restore()", where="Run.register()", fix="register it before run.restore()"
+            )
+        self._registry.add(name, value, per_rank=per_rank)
+
+    def restore(self) -> bool:
+        """Loads the newest complete checkpoint of the run; the random generators come last.
+
+        Call it once, when everything is set up and seeded, and draw nothing between it and the loop. A finished run
+        gives its last state as well: its loop finds nothing left to do.
+
+        Returns:
+            Whether there was a checkpoint. Without one nothing is changed.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or does not fit; some objects may have been loaded already.
+        """
+        session = self._opened()
+        if self._restored:
+            raise ConfigError("the run was restored already", where="Run.restore()", fix="call it once")
+        session.beat("restore", 0)
+        for one in self._registry:
+            if isinstance(one.value, DistributedDataParallel):
+                register_exact_reduction(one.value, auto=True)
+        if session.weights is not None:
+            for name, module in self._registry.modules().items():
+                load_weights(module, session.weights, name)
+        saves = self._saves or RunCheckpoints(session, self._registry, self._checkpoint, finite=True, gather=False)
+        saves.layout = self._registry.layout()
+        self._seed = int(broadcast_object(torch.initial_seed()))
+        self._data = replicas_here(saves.layout, self._registry)
+        file = session.checkpoint
+        own = file is not None and file.is_relative_to(session.path)
+        position = None
+        if file is not None:
+            metadata, shared, mine, self._same_ranks = saves.load(file)
+            self.steps, self.epoch, self._seed = int(metadata["step"]), int(metadata["epoch"]), int(shared["seed"])
+            self.state.update(shared["state"])
+            self._saved_sources = mine["loaders"]
+            saves.monitor = saves.monitor or metadata.get("monitor")  # or the best so far would not be kept
+            saves.saved = self._place() if own else None
+            position = resume_position(shared, MetricsFile.position_key) if own else None
+        self._restored = True
+        if self.finished is None and get_rank() == 0:
+            self._metrics = MetricsFile(session.path, self.steps if own else None, position, session.fence)
+        session.begin(step=self.steps, epoch=self.epoch)
+        self._saved_at = time.monotonic()
+        self._write_down()
+        if file is not None:
+            rank = self._data.rank if self._data is not None else get_rank()
+            saves.restore_generators(mine, self.steps, rank, same_ranks=self._same_ranks)
+        session.beat("first-batch", self.steps)
+        return file is not None
+
+    # -- in the loop
+
+    def epochs(self, most: int | None = None) -> Iterator[int]:
+        """The epochs that are left, from the one in which the run was interrupted; `batches` then ends with each.
+
+        Args:
+            most: The number of epochs of the whole training; None: `max_epochs`.
+
+        Example:
+            >>> for epoch in run.epochs(10):  # doctest: +SKIP
+            ...     for x, y in run.batches(loader):
+            ...         run.step(loss=train_step(x, y))
+            ...     scheduler.step()
+        """
+        most = self._max_epochs if most is None else most
+        if most is None and self._max_steps is None:
+            raise ConfigError(
+                "there is no last epoch", where="Run.epochs()", fix="run.epochs(10), or Run(max_epochs=10)"
+            )
+        self._driven = True
+        try:
+            while self.finished is None and (most is None or self.epoch < most) and not self._steps_done():
+                yield self.epoch
+                if self._steps_done() and not all(one.over for one in self._sources.values()):
+                    return  # within an epoch: more steps continue in it
+                self._end_epoch()
+                self._boundary()
+        finally:
+            self._driven = False
+
+    def batches(self, loader: Iterable[T], *, name: str = "train") -> Iterator[T]:
+        """The loader's batches from where the run was interrupted; each counts as trained on.
+
+        Within `epochs`, to the end of the epoch. Otherwise over the epochs, to `max_epochs` or `max_steps`, or without
+        end. It takes nothing from the random generators. A `DataLoader` over a map-style dataset is divided over the
+        ranks and resumes exactly, also with another number of ranks; its order is made of the seed and the epoch. One
+        with a `state_dict` of its own (torchdata, Hugging Face) is trusted. Another one begins its epoch anew, which is
+        said.
+
+        Args:
+            loader: The loader, as it is made in each start.
+            name: Tells several loaders of one loop apart.
+
+        Raises:
+            ConfigError: The run is not restored yet, or which ranks share batches is not known.
+        """
+        if self.finished is not None:
+            return
+        self._require_training("batches()")
+        source = self._source(name, loader)
+        while not source.over and not self._steps_done():
+            if not self._driven and self._max_epochs is not None and source.epoch >= self._max_epochs:
+                return
+            yield from self._epoch_of(source)
+            if self._driven or not source.over:
+                return
+            self._end_epoch(source)
+            self._boundary()
+
+    def step(self, **metrics: Any) -> None:
+        """Counts an optimizer step, once for each, at the end of what belongs to it.
+
+        Args:
+            metrics: Numbers of this step, or tensors with one element, of which every `log_every_n_steps`-th goes into
+                `metrics.csv`: `run.step(loss=loss)`.
+
+        Raises:
+            Stopped: All ranks have agreed to stop, and everything is saved. In a loop over `batches` it is raised
+                where that asks for its next batch, when what else the loop does in this step is done.
+        """
+        session = self._require_training("step()")
+        self.steps += 1
+        self._now = {}
+        self._stepped = self._just = True
+        self._pending.add("step")
+        session.beat(_TRAIN, self.steps)
+        if metrics and self.steps % self._log_every == 0:
+            self.log(metrics)
+        if not self._sources:  # nobody asks this run for a next batch
+            self._boundary()
+
+    def due(self, *, every: int) -> bool:
+        """Whether a multiple of so many steps was just done, as for a validation."""
+        return self._just and self.steps % every == 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the loop is at, as `fairlead status` shows it: `with run.phase("validate"): ...`.
+
+        What is logged in a phase `validate` counts as measured of this step: a checkpoint follows it, with
+        `CheckpointConfig(on_validation=True)`, when the step is over.
+        """
+        session = self._require_training("phase()")
+        before, self._phase = self._phase, name
+        session.beat(name, self.steps)
+        yield
+        self._phase = before
+        session.beat(before, self.steps)
+        if name == "validate":
+            self._pending.add("validation")
+
+    def log(self, metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        """Adds numbers of this step, or tensors with one element, to rank 0's `metrics.csv`."""
+        self._require_training("log()")
+        found = {**(metrics or {}), **more}
+        self._now.update(found)
+        if self._metrics is not None:
+            self._metrics.add(self.steps, {"epoch": self.epoch, **found})
+            self._metrics.flush()
+
+    def save(self) -> None:
+        """Asks for a checkpoint of this step, on all ranks alike; it is written when the step is over."""
+        self._require_training("save()")
+        self._asked = True
+        if not self._sources:
+            self._boundary()
+
+    def finish(self, **metrics: Any) -> None:
+        """Saves the result and records the run's end; a `with` block that ends by itself does so too.
+
+        Args:
+            metrics: What was measured of the result.
+
+        Raises:
+            CheckpointError: The result could not be saved, on all ranks; the run is not finished then.
+        """
+        if self.finished is not None:
+            return
+        session = self._require_training("finish()")
+        saves = self._saves
+        assert saves is not None
+        if metrics:
+            self.log(metrics)
+            saves.saved = None
+        if self._stepped:
+            self._compare()
+        place = self._place()
+        saves.save_for_sure(self.steps, self._save, place=place)
+        self.close_metrics()
+        session.complete(step=self.steps, epoch=self.epoch)
+        self.finished = f"step {self.steps}"
+        self.say(f"{session.path} is finished: {self.finished}")
+
+    @property
+    def path(self) -> Any:
+        """The run directory, a `pathlib.Path`."""
+        return self._opened().path
+
+    # -- the boundary
+
+    def _boundary(self) -> None:
+        """Between two steps: does what is due, in this order: stop, checks, checkpoint."""
+        ended, self._pending = self._pending, set()
+        asked, self._asked = self._asked, False
+        if not ended and not asked:
+            return
+        guard, session = self._guard, self._opened()
+        assert guard is not None
+        if guard.should_stop():
+            self._stop()
+        asked |= guard.should_save()
+        if not self._compared and self._stepped:
+            self._compare()
+        if asked or self._save_due(ended):
+            self._save()
+        session.beat(self._phase, self.steps)
+
+    def _save_due(self, ended: set[Ended]) -> bool:
+        config = self._checkpoint
+        steps, epochs = config.every_n_steps, config.every_n_epochs
+        due = "step" in ended and steps is not None and self.steps % steps == 0
+        due |= "epoch" in ended and epochs is not None and self.epoch % epochs == 0
+        due |= "validation" in ended and config.on_validation
+        if config.every_n_minutes is not None and not due:  # the clocks of the ranks differ
+            late = time.monotonic() - self._saved_at >= 60 * config.every_n_minutes
+            due = self.steps % _CLOCK == 0 and bool(broadcast_object(late))
+        return due
+
+    def _save(self) -> bool:
+        session, saves = self._opened(), self._saves
+        assert saves is not None
+        if saves.saved == self._place():
+            return True
+        session.beat("save", self.steps)
+        self._compare()
+        # This also has the rows on the disk: no checkpoint is ahead of them.
+        shared = {
+            "seed": self._seed,
+            "state": plain(self.state, "run.state"),
+            LOGGER_POSITIONS: logger_positions([self._metrics]),
+        }
+        own = {"loaders": {name: one.state() for name, one in self._sources.items()}}
+        unread = {name: one for name, one in self._saved_sources.items() if name not in own["loaders"]}
+        own["loaders"].update(unread)
+        replicas = next((one.replicas for one in self._sources.values() if one.replicas is not None), self._data)
+        count = replicas.count if replicas is not None else get_world_size()
+        metadata = {
+            "epoch": self.epoch,
+            "world_size": get_world_size(),
+            "replicas": [count, max(1, get_world_size() // count)],
+            "accumulate_grad_batches": self.accumulate_grad_batches,
+        }
+        metrics = {name: number(name, value) for name, value in self._now.items()}
+        saved = saves.save(self.steps, own, shared, metrics, metadata, place=self._place())
+        self._saved_at = time.monotonic()
+        session.beat(self._phase, self.steps)
+        return saved
+
+    def _stop(self) -> None:
+        saves, ending = self._saves, self._ending
+        assert saves is not None
+        assert ending is not None
+        ending.agreed()
+        failure: Exception | None = None
+        try:
+            saves.save_for_sure(self.steps, self._save, place=self._place())
+        except Exception as error:
+            failure = error
+        raise Stopped(ending.carry_out(failure))
+
+    def _compare(self) -> None:
+        """Whether the replicas still hold the same."""
+        self._compared = True
+        saves = self._saves
+        if saves is None or saves.layout == "stages" or get_world_size() == 1:
+            return
+        model = self._registry.model()
+        pairs = replicated_tensors(
+            model,
+            self._registry.shared_optimizers().values(),
+            parameters=not any(map(is_fsdp1, model.modules())),  # its flat parameters are other ones on each rank
+            buffers=not self._registry.is_ddp(),
+            local_buffers=self._local_buffers,
+        )
+        self._replicas.compare(self.steps, pairs)
+
+    # -- epochs and loaders
+
+    def _source(self, name: str, loader: Any) -> Source:
+        source = self._sources.get(name)
+        if source is None:
+            source = Source(name, self._saved_sources.get(name), same_ranks=self._same_ranks)
+            if name not in self._saved_sources:
+                source.epoch = self.epoch
+            self._sources[name] = source
+        if source.running:
+            raise ConfigError(
+                f"two loaders are read under the name {name!r}",
+                where="Run.batches()",
+                fix='give one another name: run.batches(loader, name="other")',
+            )
+        source.prepare(loader, self._seed, self._data)
+        if self._guard is not None:
+            protect_workers(source.loader, self._guard.in_worker)
+        if self._samples is not None and not self._batches:
+            self._samples.begin(self._session, int(getattr(loader, "num_workers", 0)))
+        self._write_down()
+        return source
+
+    def _epoch_of(self, source: Source) -> Iterator[Any]:
+        iterator = source.begin(self._seed, self.steps)
+        try:
+            while not self._steps_done():
+                batch = next(iterator, _END)
+                if batch is _END:
+                    source.ended()
+                    if self._driven:
+                        self._boundary()
+                    return
+                source.took()
+                self._just = False
+                self._batches += 1
+                if self._samples is not None and self._samples.saw(batch):
+                    self._compare_samples()
+                yield batch
+                if self._pending and not source.at_end:
+                    self._boundary()
+        finally:
+            source.running = False
+
+    def _compare_samples(self) -> None:
+        if self._samples is not None:
+            rank = self._data.rank if self._data is not None else get_rank()
+            self._samples.compare(rank, [one.loader for one in self._sources.values()])
+
+    def _end_epoch(self, only: Source | None = None) -> None:
+        self._compare_samples()
+        for source in [only] if only is not None else self._sources.values():
+            source.next_epoch()
+        if only is None or only.name == _TRAIN:
+            self.epoch += 1
+        self._pending.add("epoch")
+
+    def _steps_done(self) -> bool:
+        return self._max_steps is not None and self.steps >= self._max_steps
+
+    def _place(self) -> object:
+        """Where the training is: what a checkpoint is worth saving for."""
+        over = [one.over for one in self._sources.values()]
+        over += [bool(one["over"]) for name, one in self._saved_sources.items() if name not in self._sources]
+        return self.steps, self.epoch, self._batches, any(over)
+
+    def progress(self) -> object:
+        """Changes with each batch and step."""
+        return self.steps, self._batches, self._phase
+
+    # -- what is said
+
+    def _write_down(self) -> None:
+        session = self._opened()
+        if get_rank() or self.finished is not None:
+            return
+        seen = [one.inexact for one in self._sources.values() if one.inexact is not None]
+        reasons = [*loop_reasons(self._registry), *seen]
+        try:
+            write_record(
+                session.path / "starts" / str(session.start), [], reasons, [], get_world_size(), session.job_digest
+            )
+        except RunDirectoryError as error:
+            warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=3)
+        for reason in reasons:
+            if reason not in self._told:
+                self._told.append(reason)
+                self.say(reasons_text([reason]) or "")
+
+    def close_metrics(self) -> None:
+        """Writes out what was logged."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def say(self, text: str) -> None:
+        """Prints a line, on rank 0."""
+        if get_rank() == 0:
+            print(text, flush=True)
+
+    def _opened(self) -> RunSession:
+        if self._session is None:
+            raise ConfigError("the run is not open", where="Run", fix="write `with Run(...) as run:`")
+        return self._session
+
+    def _require_training(self, call: str) -> RunSession:
+        session = self._opened()
+        if self.finished is not None:
+            raise RunDirectoryError(
+                "the run is finished, nothing more is written into it",
+                where=str(session.path),
+                why=f"Run.{call} after the end: {self.finished}",
+                fix="to train for longer, raise `max_steps` or `max_epochs`; "
+                "for a new run beside it, RunConfig(name=..., resume='never')",
+            )
+        if not self._restored:
+            raise ConfigError(
+                f"Run.{call} before restore()",
+                where=str(session.path),
+                why="the run may have a checkpoint, and would be overwritten by one that knows nothing of it",
+                fix="call run.restore() before the loop; it does nothing in a new run",
+            )
+        return session
+
+
+def _limit(name: str, given: int | None, config: Mapping[str, Any]) -> int | None:
+    """Where the training ends; -1 and None are without end, as Lightning has it."""
+    limit = config.get(name) if given is None else given
+    if limit is None or limit == -1:
+        return None
+    if not isinstance(limit, int) or limit < 0:
+        raise ConfigError(f"{name} cannot be {limit!r}", where="Run", fix="give a number, or None: without end")
+    return limit
+
+
+def _accumulated(config: Mapping[str, Any]) -> int:
+    accumulate = config.get("accumulate_grad_batches", 1)
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(
+            f"accumulate_grad_batches cannot be {accumulate!r}",
+            where="Run(config=...)",
+            fix="give the number of batches of a rank to one optimizer step",
+        )
+    return accumulate
+
+
+_END: Final = object()
+_CLOCK: Final = 10
+"""Steps between two looks at rank 0's clock, which all ranks have to go by."""
+_REPLICAS: Final = (
+    "A buffer that differs on purpose: Run(local_buffers=[its name]). Modules of which each rank has another one:\n"
+    "Run(per_rank={...}). Replicas that differ on purpose: Run(on_divergence='warning')"
+)
+_SAMPLES: Final = (
+    "an IterableDataset has to skip what others read: by torch.utils.data.get_worker_info() and\n"
+    "torch.distributed.get_rank(), or datasets.distributed.split_dataset_by_node(dataset, rank, world_size).\n"
+    "Data that repeat on purpose: Run(check_samples=False)"
+)
