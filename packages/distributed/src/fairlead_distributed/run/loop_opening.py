@@ -62,7 +62,8 @@ def opened(
             guard.flags.install()
         if get_rank() == 0:
             guard.watch_opening("opening the run")
-        modules = {name: described(module) for name, module in registry.modules().items()}
+        plain = {name: getattr(one, "_orig_mod", one) for name, one in registry.modules().items()}  # not compiled
+        modules = {name: described(module) for name, module in plain.items()}
         session = open_session(described_job(run, modules, None, settings), resolution, run, environ=environ)
         if session.finished is not None:
             return guard, session, resolution, 1

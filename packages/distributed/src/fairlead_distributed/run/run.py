@@ -328,7 +328,8 @@ class Run:
         self._restored = True
         if self.finished is None and get_rank() == 0:
             self._metrics = MetricsFile(session.path, self.steps if own else None, position, session.fence)
-        session.begin(step=self.steps, epoch=self.epoch)
+        if self.finished is None:
+            session.begin(step=self.steps, epoch=self.epoch)
         self._saved_at = time.monotonic()
         self._write_down()
         if file is not None:
