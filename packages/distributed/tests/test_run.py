@@ -18,7 +18,7 @@ import torch
 from run_records import checkpoints, contents, events, latest, metric_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from fairlead import Run, RunConfig, Stopped
 from fairlead.errors import (
@@ -66,7 +66,8 @@ class Job:
         self.loader: Any = DataLoader(data, batch_size=BATCH, shuffle=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, gamma=0.5)
-        given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler} | (add or {})
+        own = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        given: dict[str, Any] = own | (add or {})
         run.setdefault("config", {"lr": 0.1})
         run.setdefault("checkpoint", {"every_n_steps": every, "every_n_epochs": None, "keep_last": 3})
         self.run = Run(
@@ -91,7 +92,7 @@ class Job:
         if run.steps == self.die_at:
             raise InterruptedHereError
         self.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(self.model(x), y)
+        loss: Any = nn.functional.mse_loss(self.model(x), y)
         loss.backward()
         self.optimizer.step()
         self.scheduler.step()
@@ -244,7 +245,8 @@ def test_micro_batches_are_counted_and_saved_behind_steps_only(tmp_path: Path) -
         with job.run as run:
             run.restore()
             for index, (x, y) in enumerate(run.batches(job.loader)):
-                nn.functional.mse_loss(job.model(x), y).backward()
+                loss: Any = nn.functional.mse_loss(job.model(x), y)
+                loss.backward()
                 taken.append(float(x.sum()))
                 if index % 2:
                     job.optimizer.step()
@@ -312,7 +314,7 @@ def stream_job(root: Path, loader: Any, die_at: int | None = None) -> list[int]:
     torch.manual_seed(1)
     seen, net = [], nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    more = {"max_epochs": 2, "checkpoint": {"every_n_steps": 1}}
+    more: dict[str, Any] = {"max_epochs": 2, "checkpoint": {"every_n_steps": 1}}
     with Run(root / "run", model=net, optimizer=optimizer, **more) as run:
         run.restore()
         for batch in run.batches(loader):
@@ -368,7 +370,7 @@ def test_what_is_frozen_and_what_is_evaluated_comes_back(tmp_path: Path) -> None
 def test_scalers_and_generators_are_registered_like_anything_else(tmp_path: Path) -> None:
     def start() -> tuple[Run, Any, dict[str, Any]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        drawn = {"torchs": torch.Generator().manual_seed(1), "numpys": np.random.default_rng(2)}
+        drawn: dict[str, Any] = {"torchs": torch.Generator().manual_seed(1), "numpys": np.random.default_rng(2)}
         run = Run(tmp_path / "run", scaler=scaler, **drawn, per_rank={"pythons": random.Random(3)})
         return run, scaler, {**drawn, "pythons": next(one.value for one in run._registry if one.name == "pythons")}
 
@@ -718,7 +720,7 @@ def test_weights_that_are_not_finite_are_no_result(tmp_path: Path, finite: bool)
 
     def diverge(x: Tensor, y: Tensor) -> None:
         if job.run.steps == 4:
-            job.model[0].weight.data.fill_(math.nan)
+            next(job.model.parameters()).data.fill_(math.nan)
         job.run.step()
 
     keep = {"keep_last": 1, "every_n_steps": 2, "every_n_epochs": None}

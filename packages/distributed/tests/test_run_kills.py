@@ -98,7 +98,9 @@ def assert_same(whole: Path, parts: Path, ranks: int) -> None:
         ({"ranks": 1, "STYLE": "epochs"}, ["0:step:11", "0:epoch:1", "0:batch:5"]),
         ({"ranks": 2}, ["!1:backward:6", "1:write:1", "0:rename:6"]),
         pytest.param({"ranks": 1, "WORKERS": 2}, ["0:backward:6", "0:step:8", "0:restore:1"], marks=pytest.mark.full),
-        pytest.param({"ranks": 2, "WORKERS": 2, "STYLE": "epochs"}, ["!0:batch:6", "1:write:1"], marks=pytest.mark.full),
+        pytest.param(
+            {"ranks": 2, "WORKERS": 2, "STYLE": "epochs"}, ["!0:batch:6", "1:write:1"], marks=pytest.mark.full
+        ),
         ({"ranks": 2, "KIND": "fsdp"}, ["0:rename:1", "1:backward:6", "!1:batch:3"]),
         pytest.param({"ranks": 2, "KIND": "fsdp-gathered"}, ["1:backward:6", "!0:batch:3"], marks=pytest.mark.full),
     ],

@@ -1,8 +1,10 @@
-"""`LoopRun` on several real ranks: one commit of all, no rank left waiting, another number of ranks."""
+"""`Run` on several real ranks: one commit of all, no rank left waiting, another number of ranks."""
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,155 +12,213 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_job import make_fabric
-from tiny_job import checkpoints, events, latest
+import torch.distributed as dist
+from run_records import checkpoints, events, latest
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fairlead import LoopRun, TrainerConfig, fabric
-from fairlead.errors import CheckpointError, ConfigError
-from fairlead_distributed import ResumableDistributedSampler
+from fairlead import Run, Stopped
+from fairlead.errors import CheckpointError, ConfigError, RunFailedError
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import Checkpoint, Syscalls
 
 SAMPLES = 24
+EACH = {"every_n_steps": 1}
 
 
-def opened(root: Path, ranks: int, **more: Any) -> tuple[LoopRun, Any, ResumableDistributedSampler]:
-    fab = fabric(TrainerConfig(accelerator="cpu", devices=ranks))
-    fab.launch()
-    torch.manual_seed(fab.global_rank)
-    model = fab.setup_module(nn.Linear(2, 1))
-    sampler = ResumableDistributedSampler(SAMPLES, num_replicas=ranks, rank=fab.global_rank)
-    loader = DataLoader(range(SAMPLES), batch_size=2, sampler=sampler)  # type: ignore[arg-type,var-annotated]
-    return LoopRun(fab, root / "run", model=model, sampler=sampler, **more), loader, sampler
+def opened(root: Path, **more: Any) -> tuple[Run, Any]:
+    torch.manual_seed(5)
+    model = nn.Linear(2, 1)
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    loader = DataLoader(range(SAMPLES), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(7))  # type: ignore[arg-type,var-annotated]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Run(root / "run", model=model, optimizer=optimizer, checkpoint=EACH, environ={}, **more), loader
 
 
-def draws(rank: int, root: Path, ranks: int, steps: int, policy: Any) -> tuple[list[int], float, bool]:
+def draws(root: Path, steps: int, policy: Any) -> tuple[list[int], float, bool]:
     """The samples of so many steps and the next number of this rank's generator, saved after each step."""
-    run, loader, _ = opened(root, ranks, batch_policy=policy)
+    run, loader = opened(root, batch_policy=policy, max_epochs=1, max_steps=steps)
     seen: list[int] = []
     with run:
         resumed = run.restore()
         for batch in run.batches(loader):
             seen += batch.tolist()
-            run.step += 1
-            run.save()
-            if run.step == steps:
-                break
+            run.step()
     return seen, torch.rand(1).item(), resumed
 
 
-def full_disk_on_rank_one(rank: int, root: Path) -> tuple[list[bool], list[str]]:
-    run, _, _ = opened(root, 2)
+def full_disk_on_rank_one(root: Path) -> list[str]:
+    run, _ = opened(root)
     real = Syscalls.fsync
-    said = []
     with run, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.restore()
-        saved = []
-        for run.step in (1, 2, 3):
-            if rank == 1 and run.step == 2:
+        for step in (1, 2, 3):
+            if dist.get_rank() == 1 and step == 2:
 
                 def fsync(system: Syscalls, fd: int) -> None:
                     raise OSError(28, "No space left on device")
 
                 Syscalls.fsync = fsync  # type: ignore[assignment,method-assign]
-            saved.append(run.save())
+            run.step()
             Syscalls.fsync = real  # type: ignore[method-assign]
-        said = [str(w.message) for w in caught]
-    return saved, said
+        return [str(w.message) for w in caught]
 
 
-def full_disk_under_a_strategy_that_writes_itself(rank: int, root: Path, strategy: str) -> tuple[list[bool], list[str]]:
+def full_disk_under_shards(root: Path, *, gather: bool) -> list[str]:
     """FSDP2: the rank that writes may not write files as large as its part of the weights."""
-    fab = make_fabric(2, strategy)
-    fab.launch()
-    model = fab.setup_module(nn.Linear(300, 300))
-    limited = rank == (1 if strategy == "sharded-folder" else 0)
-    with LoopRun(fab, root / "run", model=model) as run, warnings.catch_warnings(record=True) as caught:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(300, 300)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limited = dist.get_rank() == (0 if gather else 1)
+    run = Run(root / "run", model=model, optimizer=optimizer, checkpoint=EACH, gather=gather, environ={})
+    with run, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.restore()
-        saved = []
-        for run.step in (1, 2, 3):
+        for step in (1, 2, 3):
             before = resource.getrlimit(resource.RLIMIT_FSIZE)
-            if limited and run.step == 2:
+            if limited and step == 2:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-            saved.append(run.save())
+            run.step()
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return saved, [str(w.message) for w in caught if "no checkpoint" in str(w.message)]
+    return [str(w.message) for w in caught if "no checkpoint" in str(w.message)]
 
 
-def unreadable_state_on_rank_one(rank: int, root: Path) -> str:
-    run, _, _ = opened(root, 2, per_rank={"mine": 0.0})
-    with run:
-        run.restore()
-        run.step = 1
-        run.per_rank["mine"] = np.zeros(1) if rank == 1 else 1.0
-        try:
-            run.save()
-        except ConfigError as error:
-            return str(error)
+def unreadable_state_on_rank_one(root: Path) -> str:
+    class Kept:
+        value: Any = 0.0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    kept = Kept()
+    run, _ = opened(root, per_rank={"mine": kept})
+    try:
+        with run:
+            run.restore()
+            kept.value = np.zeros(1) if dist.get_rank() == 1 else 1.0
+            run.step()
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
-def damaged_part_of_rank_one(rank: int, root: Path) -> str:
-    run, _, _ = opened(root, 2)
-    with run:
-        run.restore()
-        run.step = 1
-        run.save()
-    torch.distributed.barrier()
-    run, _, _ = opened(root, 2)
+def damaged_part_of_rank_one(root: Path) -> str:
+    draws(root, 1, None)
+    dist.barrier()
+    run, _ = opened(root, max_epochs=1, max_steps=2)
     try:
         with run:  # the start has compared the checksums
-            torch.distributed.barrier()
-            if rank == 1:
+            dist.barrier()
+            if dist.get_rank() == 1:
                 file = latest(root / "run").path / "rank-00001.pt"
                 data = bytearray(file.read_bytes())
                 data[len(data) // 2] ^= 1
                 file.write_bytes(data)
-            torch.distributed.barrier()
+            dist.barrier()
             run.restore()
     except CheckpointError as error:
         return str(error)
     return ""
 
 
-def too_few_for_their_states(rank: int, root: Path, ranks: int) -> str:
-    run, _, _ = opened(root, ranks, per_rank={"mine": rank}, batch_policy="keep_per_device")
+def replicas_drift(root: Path) -> str:
+    """Each rank steps by gradients of its own: nothing averages them."""
+    run, loader = opened(root, max_epochs=1)
+    model = next(iter(run._registry.modules().values()))
+    optimizer = next(iter(run._registry.optimizers().values()))
     try:
         with run:
             run.restore()
-            run.step = 1
-            run.save()
-    except CheckpointError as error:
+            for batch in run.batches(loader):
+                model(torch.stack([batch, batch], 1).float() / SAMPLES).sum().backward()
+                optimizer.step()
+                run.step()
+    except RunFailedError as error:
         return str(error)
     return ""
+
+
+def stages_of_a_pipeline(root: Path) -> tuple[list[str], bool]:
+    """Each rank has another module: written as one checkpoint by the names of the whole model."""
+
+    def start(step: int) -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        del whole[1 - dist.get_rank()]
+        stage = nn.ModuleDict({str(dist.get_rank()): whole[0]})
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+        with Run(root / "run", model=stage, optimizer=optimizer, max_steps=step, checkpoint=EACH, environ={}) as run:
+            run.restore()
+            while run.steps < step:
+                sum(one.sum() for one in stage.parameters()).backward()  # type: ignore[union-attr]
+                optimizer.step()
+                run.step()
+        return stage
+
+    first = dict(start(2).state_dict())
+    again = dict(start(2).state_dict())
+    names = sorted(name for name in first)
+    return names, all(torch.equal(first[name], again[name]) for name in names)
+
+
+def stages_of_one_name(root: Path) -> str:
+    """Slices of a Sequential, each numbered from 0; the first one has a layer more."""
+    torch.manual_seed(dist.get_rank())
+    stage = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2 - dist.get_rank())])
+    try:
+        with Run(root / "run", model=stage, environ={}) as run:
+            run.restore()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def stopped_by_one(root: Path) -> tuple[int, int]:
+    """A signal to rank 1 alone."""
+    torch.manual_seed(1)
+    run, loader = opened(root, max_epochs=10)
+    try:
+        with run:
+            run.restore()
+            for _ in run.batches(loader):
+                run.step()
+                if run.steps == 4 and dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                dist.all_reduce(torch.zeros(1))
+    except Stopped as stopped:
+        return run.steps, int(stopped.code or 0)
+    return -1, -1
 
 
 def two_ranks(rank: int, root: Path) -> dict[str, Any]:
     """All that takes two ranks, in one start of them."""
     return {
-        "draws": draws(rank, root / "draws", 2, 3, None),
-        "full": full_disk_on_rank_one(rank, root / "full"),
-        "sharded": full_disk_under_a_strategy_that_writes_itself(rank, root / "sharded", "sharded"),
-        "sharded-folder": full_disk_under_a_strategy_that_writes_itself(
-            rank, root / "sharded-folder", "sharded-folder"
-        ),
-        "unreadable": unreadable_state_on_rank_one(rank, root / "unreadable"),
-        "damaged": damaged_part_of_rank_one(rank, root / "damaged"),
-        "theirs": too_few_for_their_states(rank, root / "theirs", 2),
+        "draws": draws(root / "draws", 3, None),
+        "full": full_disk_on_rank_one(root / "full"),
+        "shards": full_disk_under_shards(root / "shards", gather=False),
+        "gathered": full_disk_under_shards(root / "gathered", gather=True),
+        "unreadable": unreadable_state_on_rank_one(root / "unreadable"),
+        "damaged": damaged_part_of_rank_one(root / "damaged"),
+        "drift": replicas_drift(root / "drift"),
+        "stages": stages_of_a_pipeline(root / "stages"),
+        "alike": stages_of_one_name(root / "alike"),
+        "stopped": stopped_by_one(root / "stopped"),
     }
 
 
 def three_ranks(rank: int, root: Path) -> tuple[str, Any]:
     try:
-        draws(rank, root / "draws", 3, 5, None)
+        draws(root / "draws", 5, None)
         refused = ""
     except ConfigError as error:
         refused = str(error)
-    return refused, draws(rank, root / "draws", 3, 5, "keep_per_device")
+    return refused, draws(root / "draws", 5, "keep_per_device")
 
 
 @pytest.fixture(scope="module")
@@ -192,30 +252,20 @@ def test_another_number_of_ranks_takes_exactly_what_is_left(root: Path, found: l
     assert len({number for _, (_, number, _) in second}) == 3
 
 
-def test_states_of_each_rank_are_not_given_to_another_number_of_ranks(root: Path, found: list[dict[str, Any]]) -> None:
-    assert [one["theirs"] for one in found] == ["", ""]
-    said = too_few_for_their_states(0, root / "theirs", 1)
-    assert "2 ranks have saved states of their own, 1 would go on" in said
-
-
 def test_a_disk_that_one_rank_finds_full_costs_one_checkpoint(root: Path, found: list[dict[str, Any]]) -> None:
     """No rank commits what another has not written, and none waits for it."""
-    assert [one["full"][0] for one in found] == [[True, False, True]] * 2
-    assert "No space left on device (rank 1)" in found[0]["full"][1][0]
+    assert "No space left on device (rank 1)" in found[0]["full"][0]
     run = root / "full/run"
-    assert [c.step for c in checkpoints(run)] == [1, 3]
+    assert [e["step"] for e in events(run, "checkpoint")] == [1, 3]
     assert [e["step"] for e in events(run, "checkpoint-failed")] == [2]
     assert not list((run / "checkpoints").glob(".stage-*"))
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "sharded-folder"])
-def test_a_strategy_that_writes_itself_may_find_the_disk_full_too(
-    root: Path, found: list[dict[str, Any]], strategy: str
-) -> None:
-    assert [one[strategy][0] for one in found] == [[True, False, True]] * 2
-    assert "no checkpoint was written" in found[0][strategy][1][0]
-    run = root / strategy / "run"
-    assert [c.step for c in checkpoints(run)] == [1, 3]
+@pytest.mark.parametrize("kind", ["shards", "gathered"])
+def test_shards_may_find_the_disk_full_too(root: Path, found: list[dict[str, Any]], kind: str) -> None:
+    assert "no checkpoint was written" in found[0][kind][0]
+    run = root / kind / "run"
+    assert [e["step"] for e in events(run, "checkpoint")] == [1, 3]
     assert [e["step"] for e in events(run, "checkpoint-failed")] == [2]
     assert not list((run / "checkpoints").glob(".stage-*"))
 
@@ -223,9 +273,27 @@ def test_a_strategy_that_writes_itself_may_find_the_disk_full_too(
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ("unreadable", "mine is a numpy.ndarray"),
+        ("unreadable", "the state of mine['value'] is a numpy.ndarray"),
         ("damaged", "a rank's part of the checkpoint is damaged"),
+        ("alike", "the ranks hold different tensors under the name 'model.0.weight'"),
+        ("drift", "the ranks do not hold the same model any more: model.weight differs on rank"),
     ],
 )
 def test_what_one_rank_cannot_do_is_an_error_on_all(found: list[dict[str, Any]], job: str, said: str) -> None:
-    assert [said in one[job] for one in found] == [True, True]
+    assert [said in one[job] for one in found] == [True, True], [one[job] for one in found]
+
+
+def test_stages_of_a_pipeline_are_one_checkpoint(root: Path, found: list[dict[str, Any]]) -> None:
+    assert [one["stages"] for one in found] == [
+        (["0.bias", "0.weight"], True),
+        (["1.bias", "1.weight"], True),
+    ]
+    assert latest(root / "stages/run").metadata["form"] == "sharded"
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(root: Path, found: list[dict[str, Any]]) -> None:
+    (step, code), other = found[0]["stopped"], found[1]["stopped"]
+    assert (step, code) == other
+    assert code == 143
+    assert latest(root / "stopped/run").step == step
+    assert checkpoints(root / "stopped/run")[-1].step == step

@@ -282,11 +282,11 @@ def test_a_loop_of_ones_own_blames_no_victim_either(job: Job) -> None:
     (code, _, said), (code_1, _, traceback) = job.end(
         """
         import lightning.fabric as lf
-        from fairlead import LoopRun
+        from fairlead import Run
 
         fabric = lf.Fabric(accelerator="cpu", devices=2)
         fabric.launch()
-        with LoopRun(fabric, run, model=fabric.setup(torch.nn.Linear(1, 1))) as loop:
+        with Run(run, model=fabric.setup(torch.nn.Linear(1, 1))) as loop:
             loop.restore()
             if rank == 1:
                 raise ValueError("no luck")

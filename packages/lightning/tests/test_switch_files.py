@@ -10,8 +10,7 @@ import pytest
 import torch
 from tiny_job import Data, Line, events, fit, latest, plain
 
-from fairlead import Fairlead, LoopRun, RunConfig, TrainerConfig, fabric
-from fairlead_hpc_signals import PreemptionGuard, SignalFlags
+from fairlead import Fairlead, Run, RunConfig, TrainerConfig, fabric
 
 AGAIN = {"name": "command", "argv": ["sh", "-c", "echo again >> asked"]}
 
@@ -98,30 +97,30 @@ def test_the_callback_does_the_same_and_a_stop_from_before_the_start_trains_noth
     assert latest(run).step == 20
 
 
-def own_loop(run_path: Path) -> None:
+def loop_of_fabric(run_path: Path) -> None:
+    """A Fabric's loop, in the same `Run` as any other."""
     fab, until = fabric(TrainerConfig(accelerator="cpu", devices=1)), time.monotonic() + 30
     fab.launch()
-    with PreemptionGuard(environ={}, flags=SignalFlags()) as guard, LoopRun(fab, run_path, seen=0) as run:
+    net = torch.nn.Linear(1, 1)
+    model, optimizer = fab.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with Run(run_path, model=model, optimizer=optimizer, environ={}) as run:
         run.restore()
-        run.heed(guard)
         while time.monotonic() < until:
-            if guard.should_stop():
-                guard.save_and_requeue(run.save).exit()
-            if guard.should_save():
-                run.save()
-                (run_path / "STOP").touch()
-            if run.step == 3:
+            if run.steps == 3:
                 (run_path / "SAVE").touch()
-            run.state["seen"] += 1
-            run.step += 1
+            if events(run_path, "checkpoint"):
+                (run_path / "STOP").touch()
+            optimizer.zero_grad()
+            fab.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            run.step()
             time.sleep(0.02)
 
 
-def test_a_loop_of_ones_own_heeds_them(tmp_path: Path) -> None:
-    """With a guard in it, as for signals."""
+def test_a_custom_training_loop_heeds_them(tmp_path: Path) -> None:
     run = tmp_path / "own"
     with pytest.raises(SystemExit) as ended:
-        own_loop(run)
+        loop_of_fabric(run)
     assert ended.value.code == 143
     assert [event["file"] for event in events(run, "switch")] == ["SAVE", "STOP"]
     assert len(events(run, "checkpoint")) == 2

@@ -211,10 +211,10 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
         ({"check_divergence_every_n_steps": None}, has("parts.replicas.steps", None)),
     ],
     "on_divergence": [
-        ({"on_divergence": "warning"}, has("parts.replicas.on_divergence", "warning")),
-        ({"on_divergence": "error"}, has("parts.replicas.on_divergence", "error")),
+        ({"on_divergence": "warning"}, has("parts.replicas.check.on_divergence", "warning")),
+        ({"on_divergence": "error"}, has("parts.replicas.check.on_divergence", "error")),
     ],
-    "check_samples": [({"check_samples": False}, has("parts.samples.enabled", False))],
+    "check_samples": [({"check_samples": False}, has("parts.samples.check", None))],
     "local_buffers": [({"local_buffers": ["a.*"]}, has("parts.replicas.local_buffers", ["a.*"]))],
     "threads": [({"threads": 1}, computes_with(1)), ({"threads": 3}, computes_with(3))],
     "auto_determine_num_nodes": [({"auto_determine_num_nodes": False}, has("num_nodes", 1))],

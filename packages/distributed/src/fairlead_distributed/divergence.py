@@ -21,7 +21,7 @@ from fairlead_distributed.process_group import rank_device
 from fairlead_runs.waiting import ranks_text
 
 # name, what it is (dtype, shape), which shard it is, hash of its bytes
-_Entry = tuple[str, str, str, bytes]
+Entry = tuple[str, str, str, bytes]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def first_divergence(
     pairs = list(named.named_parameters() if isinstance(named, nn.Module) else named)
     if _agree(pairs, group):
         return None
-    own = [_entry(name, tensor) for name, tensor in pairs]
+    own = [entry_of(name, tensor) for name, tensor in pairs]
     return _compare(dict(zip(dist.get_process_group_ranks(group), gather_objects(own, group), strict=True)))
 
 
@@ -210,7 +210,8 @@ def _plain(tensor: Tensor | None) -> Iterator[Tensor]:
         yield tensor
 
 
-def _entry(name: str, tensor: Tensor | None) -> _Entry:
+def entry_of(name: str, tensor: Tensor | None) -> Entry:
+    """What tells one tensor from another: name, dtype and shape, which shard it is, and a hash of its bytes."""
     if tensor is None:
         return name, "None", "", b""
     shard, local = "", tensor.detach()
@@ -225,7 +226,7 @@ def _entry(name: str, tensor: Tensor | None) -> _Entry:
     return name, f"{tensor.dtype} {tuple(tensor.shape)}", shard, of_data.digest()[:16]
 
 
-def _compare(entries: dict[int, list[_Entry]]) -> Divergence | None:
+def _compare(entries: dict[int, list[Entry]]) -> Divergence | None:
     first: tuple[str, tuple[tuple[int, ...], ...]] | None = None
     count = 0
     named = {rank: {entry[0]: entry for entry in one} for rank, one in entries.items()}
@@ -246,8 +247,8 @@ def _compare(entries: dict[int, list[_Entry]]) -> Divergence | None:
     return Divergence(name, tuple(sorted(r for one in groups[1:] for r in one)), groups, count)
 
 
-def _by_value(values: Mapping[int, _Entry | None]) -> tuple[tuple[int, ...], ...]:
-    groups: dict[_Entry | None, list[int]] = {}
+def _by_value(values: Mapping[int, Entry | None]) -> tuple[tuple[int, ...], ...]:
+    groups: dict[Entry | None, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
     return tuple(sorted((tuple(ranks) for ranks in groups.values()), key=lambda ranks: (-len(ranks), ranks)))

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed._sharded import is_dtensor, is_fsdp1
+from fairlead_distributed.divergence import Entry as TensorEntry
+from fairlead_distributed.divergence import entry_of
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.rng import rng_state
@@ -114,8 +116,26 @@ class Registry:
         tensors = [tensor for one in held for tensor in one.value.parameters()]
         if any(map(is_fsdp1, parts)) or any(map(is_dtensor, tensors)):
             return "sharded"
-        names = [f"{one.name}.{name}" for one in held for name, _ in one.value.named_parameters()]
-        return "replicated" if len(set(map(tuple, gather_objects(names)))) == 1 else "stages"
+        names = [name for name, _ in self.model().named_parameters()]
+        if len(set(map(tuple, gather_objects(names)))) == 1:
+            return "replicated"
+        self._require_one_tensor_a_name()
+        return "stages"
+
+    def _require_one_tensor_a_name(self) -> None:
+        """Stages are written as one model: what two ranks call alike has to be the same tensor."""
+        held = {name: entry_of(name, one) for name, one in self.model().named_parameters()}
+        found: dict[str, TensorEntry] = {}
+        for rank, theirs in enumerate(gather_objects(held)):
+            for name, tensor in theirs.items():
+                if found.setdefault(name, tensor) != tensor:
+                    raise ConfigError(
+                        f"the ranks hold different tensors under the name {name!r}",
+                        where=f"Run, rank {rank}",
+                        why="modules with other names on each rank are saved as the parts of one model",
+                        fix="give the stages the names of the whole model; or register them for each rank: "
+                        "Run(per_rank={...})",
+                    )
 
     def model(self) -> nn.Module:
         """The shared modules as one module with their names, for torch's helpers of distributed checkpoints."""

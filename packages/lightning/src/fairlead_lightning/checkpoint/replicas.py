@@ -36,7 +36,7 @@ class Replicas(L.Callback):
     ) -> None:
         self.steps = steps
         self.local_buffers = local_buffers
-        self._check = ReplicaCheck(on_divergence, _FIX)
+        self.check = ReplicaCheck(on_divergence, _FIX)
         self._session: RunSession | None = None
         self._parts: dict[str, bool] | None = None
         self._seen = 0
@@ -49,7 +49,7 @@ class Replicas(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What of the model is the same on all ranks depends on how it is split."""
         if self._session is not None:
-            self._check.begin(self._session)
+            self.check.begin(self._session)
         self._seen, self._first = trainer.global_step, True
         parts = _replicated(trainer)
         self._parts = parts if parts and trainer.world_size > 1 else None
@@ -83,7 +83,7 @@ class Replicas(L.Callback):
         pairs = replicated_tensors(
             trainer.lightning_module, optimizers, **self._parts, local_buffers=self.local_buffers
         )
-        self._check.compare(trainer.global_step, pairs)
+        self.check.compare(trainer.global_step, pairs)
 
 
 def flattens(strategy: Any) -> bool:

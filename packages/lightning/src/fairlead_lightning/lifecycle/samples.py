@@ -30,7 +30,7 @@ class SameSamples(L.Callback):
     """
 
     def __init__(self, enabled: bool, say: Callable[[str], None] | None = None) -> None:
-        self._check = SampleCheck(say or print, _FIX) if enabled else None
+        self.check = SampleCheck(say or print, _FIX) if enabled else None
         self._session: RunSession | None = None
 
     def begin(self, session: RunSession) -> None:
@@ -39,19 +39,19 @@ class SameSamples(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Nothing was trained in this start."""
-        if self._check is not None:
+        if self.check is not None:
             workers = max((int(getattr(one, "num_workers", 0)) for one in _loaders(trainer)), default=0)
-            self._check.begin(self._session, workers)
+            self.check.begin(self._session, workers)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         """Takes the fingerprint of one of the first batches."""
-        if self._check is not None and self._check.saw(batch):
-            self._check.compare(data_rank(trainer), _loaders(trainer))
+        if self.check is not None and self.check.saw(batch):
+            self.check.compare(data_rank(trainer), _loaders(trainer))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The epoch has fewer batches."""
-        if self._check is not None:
-            self._check.compare(data_rank(trainer), _loaders(trainer))
+        if self.check is not None:
+            self.check.compare(data_rank(trainer), _loaders(trainer))
 
 
 def _loaders(trainer: L.Trainer) -> list[Any]:
