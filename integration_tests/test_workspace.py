@@ -17,7 +17,7 @@ from fairlead.engines import ENGINES
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 EXTRAS = (
-    "check lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine remote wandb "
+    "check torch lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine remote wandb "
     "tensorboard mlflow all"
 )
 
@@ -113,7 +113,7 @@ def test_all_holds_what_can_be_installed_together() -> None:
     """Not the extras that need an older torch, CUDA or an MPI library."""
     core = project(ROOT / "packages" / "core")["optional-dependencies"]
     [line] = [Requirement(one) for one in core["all"]]
-    apart = {"check", "lightning", "all", "mpi", "xla", "transformer-engine"}
+    apart = {"check", "torch", "lightning", "all", "mpi", "xla", "transformer-engine"}
     assert line.extras == set(core) - apart
 
 

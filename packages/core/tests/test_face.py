@@ -27,7 +27,7 @@ def modules_after(code: str) -> set[str]:
 def test_public_names_are_sorted_and_there() -> None:
     assert fairlead.__all__ == sorted(fairlead.__all__)
     assert dir(fairlead) == fairlead.__all__
-    for name in set(fairlead.__all__) - {"Fairlead", "LoopRun", "Trainer", "fabric"}:
+    for name in set(fairlead.__all__) - {"Fairlead", "Run", "Stopped", "Trainer", "fabric"}:
         assert getattr(fairlead, name) is not None
 
 

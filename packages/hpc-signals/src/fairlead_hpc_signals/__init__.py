@@ -15,7 +15,7 @@ from fairlead_hpc_signals.exit_code import ExitCodeRequeueConfig
 from fairlead_hpc_signals.flags import Conflict, Flag, SignalFlags
 from fairlead_hpc_signals.lsf import LSFRequeueConfig
 from fairlead_hpc_signals.none import NoneRequeueConfig
-from fairlead_hpc_signals.outcomes import StopExit, StopOutcome, StopPolicy
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
 from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.script import ScriptRequeueConfig
 from fairlead_hpc_signals.slurm import SLURMRequeueConfig
@@ -38,7 +38,6 @@ __all__ = [
     "SignalFlags",
     "StopAgreement",
     "StopDecision",
-    "StopExit",
     "StopOutcome",
     "StopPolicy",
     "StopReason",

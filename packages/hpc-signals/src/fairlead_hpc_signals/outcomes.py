@@ -51,14 +51,6 @@ class StopPolicy:
     requeue_timeout_s: float = 120.0
 
 
-class StopExit(SystemExit):
-    """Ends the process after a stop, for the `outcome` that it carries: a `LoopRun` around it records that."""
-
-    def __init__(self, outcome: StopOutcome) -> None:
-        super().__init__(outcome.exit_code)
-        self.outcome = outcome
-
-
 @dataclass(frozen=True, slots=True)
 class StopOutcome:
     """How a stop ended; the same on all ranks.
@@ -90,8 +82,8 @@ class StopOutcome:
     asked: str | None = None
 
     def exit(self) -> NoReturn:
-        """Ends the process with the exit code, by a `StopExit`."""
-        raise StopExit(self)
+        """Ends the process with the exit code."""
+        raise SystemExit(self.exit_code)
 
     def to_json(self) -> str:
         """As text, for the store and the history."""
