@@ -1,4 +1,4 @@
-"""A loop of one's own with `PreemptionGuard` on two nodes: every step is done once, whatever SLURM does."""
+"""A custom training loop in a `Run` on two nodes: every step is done once, whatever SLURM does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fairlead_runs.commit import newest_complete
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.jobs import Job, submit
 from integration_tests.slurm.system import wait_until
@@ -15,7 +16,7 @@ from integration_tests.slurm.system import wait_until
 pytestmark = pytest.mark.slow
 
 STEPS = 60
-LOOP = f"{sys.executable} -P {Path(__file__).with_name('own_loop.py')} {STEPS}"
+LOOP = f"{sys.executable} -P {Path(__file__).with_name('custom_loop.py')} {STEPS}"
 SHAPE = ("-N2", "--ntasks-per-node=2", "--exclusive", "-w", "n[1-2]")
 
 
@@ -65,7 +66,7 @@ def test_two_warnings(cluster: Cluster, tmp_path: Path) -> None:
     job.signal("USR1")
     wait_until("it runs again", lambda: job.shown()["Restarts"] == "1" and job.state() == "RUNNING", 60)
     until_step(job, tmp_path, len(steps(tmp_path)) + 3)
-    cluster.run(*cluster.on("n2", "pkill", "-USR1", "-o", "-f", "own_loop.py"))
+    cluster.run(*cluster.on("n2", "pkill", "-USR1", "-o", "-f", "custom_loop.py"))
     every_step_once(job, tmp_path, restarts=2)
 
 
@@ -75,7 +76,9 @@ def test_a_person_cancels_it(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("scancel", job.id)
     assert job.wait() == "CANCELLED"
     assert outcomes(tmp_path) == ["cancelled 143 False"]
-    assert int((tmp_path / "saved").read_text()) == steps(tmp_path)[-1]
+    newest = newest_complete(tmp_path / "run/checkpoints").checkpoint
+    assert newest is not None
+    assert newest.step == steps(tmp_path)[-1]
 
 
 @pytest.mark.full
@@ -97,7 +100,7 @@ def test_a_scheduler_that_does_not_say_why(cluster: Cluster, tmp_path: Path) -> 
 def test_a_rank_that_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
     """The others do not wait for it: requeued within this cluster's KillWait of 10 s, from the newest checkpoint."""
     job = training(cluster, tmp_path)
-    cluster.run(*cluster.on("n2", "pkill", "-STOP", "-n", "-f", "own_loop.py"))
+    cluster.run(*cluster.on("n2", "pkill", "-STOP", "-n", "-f", "custom_loop.py"))
     job.signal("TERM")
     wait_until("it was requeued", lambda: job.shown()["Restarts"] == "1", 15)
     assert job.wait() == "COMPLETED", job.text()
