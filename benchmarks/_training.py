@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairlead import RunConfig, Trainer, TrainerConfig
+from fairlead import Run, RunConfig, Trainer, TrainerConfig
 from fairlead_lightning.display.quiet import quiet
 
 __all__ = ["Net", "Workload"]
@@ -137,6 +137,42 @@ class Workload:
                 began = time.perf_counter()
             elif done == self.warm_up + self.steps:
                 ended = time.perf_counter()
+        return (ended - began) / self.steps
+
+    def in_run(self, *, distributed: bool = False) -> float:
+        """The same loop in a `Run`.
+
+        Args:
+            distributed: Whether the gradients of all ranks are averaged.
+        """
+        net, loader = self._net(), self._loader()
+        model: nn.Module = self._wrap(net) if distributed else net
+        optimizer: Any = net.configure_optimizers()
+        model.train()
+        began = ended = 0.0
+        folder = self._next("run")
+        checkpoint = {"every_n_steps": SAVE_EVERY, "every_n_epochs": None}
+        with (
+            _unseen(),
+            Run(
+                folder,
+                model=model,
+                optimizer=optimizer,
+                max_steps=self._total,
+                log_every_n_steps=LOG_EVERY,
+                checkpoint=checkpoint,
+            ) as run,
+        ):
+            run.restore()
+            for done, batch in enumerate(run.batches(loader), start=1):
+                optimizer.zero_grad()
+                loss = self._learn(model, batch)
+                optimizer.step()
+                run.step(loss=loss)
+                if done == self.warm_up:
+                    began = time.perf_counter()
+                elif done == self.warm_up + self.steps:
+                    ended = time.perf_counter()
         return (ended - began) / self.steps
 
     def lightning(self) -> float:

@@ -123,6 +123,8 @@ def main() -> None:
         "python -c 'import lightning.pytorch'": partial(whole, sys.executable, "-c", "import lightning.pytorch"),
         "fairlead --help": partial(whole, FAIRLEAD, "--help"),
         "python -c ''": partial(whole, sys.executable, "-c", ""),
+        "from fairlead import Run": partial(inside, "from fairlead import Run"),
+        "import torch": partial(inside, "import torch"),
         "fit with 4 ranks, to the first step": partial(first_step, 4),
         "fit with 1 rank, to the first step": partial(first_step, 1),
     }
@@ -132,6 +134,7 @@ def main() -> None:
     ratios = {
         "import_vs_deps": paired_ratio(seconds["import fairlead"], deps, bound=1.5),
         "check_vs_lightning_import": paired_ratio(seconds["fairlead check"], lightning, bound=0.25),
+        "run_vs_torch_import": paired_ratio(seconds["from fairlead import Run"], seconds["import torch"]),
         "ranks4_vs_rank1": paired_ratio(
             seconds["fit with 4 ranks, to the first step"], seconds["fit with 1 rank, to the first step"], bound=1.3
         ),

@@ -21,7 +21,8 @@ RATIOS = {
         for what in ("activations", "peak", "seconds")
         for kind in ("half", "all", "all_but_products", "scope")
     },
-    "startup": {"import_vs_deps", "check_vs_lightning_import", "ranks4_vs_rank1"},
+    "startup": {"import_vs_deps", "check_vs_lightning_import", "ranks4_vs_rank1", "run_vs_torch_import"},
+    "run": {"run_vs_loop", "run_vs_loop_two_ranks"},
     "step": {"trainer_vs_lightning", "trainer_vs_loop"},
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
@@ -51,6 +52,7 @@ BY_NAME = {
     "predict",
     "preempt",
     "recovery",
+    "run",
     "scaling",
     "startup",
     "zero_stages",

@@ -23,7 +23,8 @@ STEPS = "60"
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = re.search(r'^```python title="train.py"\n(.*?)^```$', PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    shown = r"^```python title=\"train.py\"\n(.*?)^```$"
+    found = re.search(shown, PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found is not None
     folder = tmp_path_factory.mktemp("script")
     for name in ("lightning", "pytorch_lightning", "lightning_fabric"):
@@ -68,7 +69,7 @@ def assert_same(one: Path, other: Path) -> None:
 def until_step(cwd: Path, step: int, process: subprocess.Popen[str]) -> None:
     """Waits until metrics.csv has a row of that step."""
     file, deadline = cwd / "runs/gpt/metrics.csv", time.monotonic() + LIMIT_S
-    while not (file.exists() and re.search(rf"^{step},", file.read_text(), re.M)):
+    while not (file.exists() and re.search(rf"^{step},", file.read_text(), re.MULTILINE)):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.01)

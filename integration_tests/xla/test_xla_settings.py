@@ -137,8 +137,7 @@ import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fairlead import LoopRun, TrainerConfig, fabric
-from fairlead_distributed import ResumableDistributedSampler
+from fairlead import Run, TrainerConfig, fabric
 
 split, precision, stop = sys.argv[1:]
 strategy = {"name": "xla", "sharding_strategy": split}
@@ -149,25 +148,18 @@ x = torch.randn(64, 8)
 data = TensorDataset(x, x.sum(1, keepdim=True))
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(16, 1))
 model, optimizer = fab.setup(net, torch.optim.Adam(net.parameters(), lr=0.01))
-sampler = ResumableDistributedSampler(data)
-loader = DataLoader(data, batch_size=8, sampler=sampler)
-with LoopRun(
-    fab, "runs/loop", config={"max_epochs": 2}, model=model, optimizer=optimizer, sampler=sampler, mean=0.0
-) as run:
+loader = DataLoader(data, batch_size=8, shuffle=True)
+every = {"every_n_steps": 3}
+with Run("runs/loop", max_epochs=2, model=model, optimizer=optimizer, checkpoint=every, log_every_n_steps=1) as run:
     run.restore()
-    for run.epoch in range(sampler.epoch, 2):
-        for inputs, targets in run.batches(loader):
-            loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            fab.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            run.step += 1
-            run.log({"train/loss": loss})
-            if run.step % 3 == 0:
-                run.save()
-            if run.step == int(stop):
-                os.kill(os.getpid(), signal.SIGKILL)
-    run.finish()
+    for inputs, targets in run.batches(loader):
+        loss = torch.nn.functional.mse_loss(model(fab.to_device(inputs)), fab.to_device(targets))
+        fab.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(**{"train/loss": loss})
+        if run.steps == int(stop):
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 
 

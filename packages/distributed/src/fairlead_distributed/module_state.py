@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.utils import prune
+
+from fairlead_distributed._sharded import is_dtensor
 
 
 def module_state(module: Module, *, buffers: bool) -> dict[str, Any]:
@@ -95,5 +96,5 @@ def _buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         left_out: set[str] = getattr(one, "_non_persistent_buffers_set", set())
         for name, buffer in one.named_buffers(recurse=False):
-            if name not in left_out and not isinstance(buffer, DTensor):
+            if name not in left_out and not is_dtensor(buffer):
                 yield f"{prefix}.{name}".lstrip("."), buffer

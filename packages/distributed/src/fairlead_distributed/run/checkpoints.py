@@ -7,13 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
@@ -21,15 +18,14 @@ from fairlead_distributed.finite import non_finite_weights
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import broadcast_object, gather_objects
 from fairlead_distributed.rng import set_rng_state
-from fairlead_distributed.run.commits import Commit, Commits, Problem, raised_by
+from fairlead_distributed.run.commits import Commit, Commits, Problem, dump, explained, raised_by, write_errors
 from fairlead_distributed.run.finite_check import finite_weights
 from fairlead_distributed.run.rank_files import load_part, rank_file, seed_anew
-from fairlead_distributed.run.registry import OWN, Layout, Registry, loading, plain
+from fairlead_distributed.run.registry import OWN, Layout, Registry, loading
 from fairlead_distributed.run.session import STATE_FILE, RunSession
-from fairlead_runs.commit import Checkpoint, FileWriter, write_file
+from fairlead_runs.commit import Checkpoint, write_file
 from fairlead_runs.commit.hashing import hash_file
 from fairlead_runs.commit.manifest import file_problem
-from fairlead_runs.data_ranks import replicas_in
 
 T = TypeVar("T")
 _OTHERS: Final = "others.pt"
@@ -107,7 +103,7 @@ class RunCheckpoints(Commits):
             return None
 
         def write() -> None:
-            commit({file.name: write_file(file, partial(_dump, state))})
+            commit({file.name: write_file(file, partial(dump, dict(state)))})
 
         return raised_by(write)
 
@@ -116,6 +112,8 @@ class RunCheckpoints(Commits):
         return self._write({**state, _MODEL: model, _OPTIMIZERS: optimizers}, file, commit)
 
     def _write_shards(self, state: Mapping[str, Any], file: Path, commit: Commit) -> Problem:
+        import torch.distributed.checkpoint as dcp  # takes half a second
+
         hashes, error = {}, None
         try:
             model, optimizers = self._split_state(full=False)
@@ -124,9 +122,9 @@ class RunCheckpoints(Commits):
             mine = [file / ".metadata"] if self._rank == 0 else []
             hashes = {f"{file.name}/{one.name}": hash_file(one, sync=True) for one in [*mine, *self._shards(file)]}
             if self._rank == 0:
-                hashes[f"{file.name}/{_OTHERS}"] = write_file(file / _OTHERS, partial(_dump, state))
-        except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
-            error = _explained(raised, file)
+                hashes[f"{file.name}/{_OTHERS}"] = write_file(file / _OTHERS, partial(dump, dict(state)))
+        except write_errors() as raised:
+            error = explained(raised, file)
         found = gather_objects((hashes, error))
         error = next((one for _, one in found if one is not None), None)
         if error is not None or self._rank:
@@ -139,6 +137,8 @@ class RunCheckpoints(Commits):
 
     def _split_state(self, *, full: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """The shared modules' and optimizers' states by the names of the unsplit model, full ones on rank 0."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
         options = StateDictOptions(full_state_dict=full, cpu_offload=full)
         optimizers = list(self._registry.shared_optimizers().values())
         model, states = get_state_dict(self._registry.model(), optimizers, options=options)
@@ -184,6 +184,9 @@ class RunCheckpoints(Commits):
     def _load_shared(self, file: Path, form: str) -> Mapping[str, Any]:
         if form == "replicated":
             return _read(file)
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
         options = StateDictOptions(full_state_dict=form == "gathered", cpu_offload=form == "gathered")
         optimizers = list(self._registry.shared_optimizers().values())
         module = self._registry.model()
@@ -239,11 +242,6 @@ class RunCheckpoints(Commits):
             raise first
         return found
 
-    def replicas_before(self, metadata: Mapping[str, Any]) -> int:
-        """How many batches the ranks took at a time."""
-        return replicas_in(metadata)[0]
-
-
 _MODEL: Final = "model (by names of the unsplit model)"
 _OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
 
@@ -275,10 +273,6 @@ def _of_a_run(file: Path) -> Checkpoint:
     return checkpoint
 
 
-def _dump(state: Mapping[str, Any], file: FileWriter) -> None:
-    torch.save(dict(state), cast("IO[bytes]", file))
-
-
 def _read(file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
@@ -292,15 +286,6 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
-def _explained(error: BaseException, file: Path) -> FairleadError | OSError:
-    """What torch raised while it wrote shards, as an error of the disk or of ours."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    if isinstance(error, (FairleadError, OSError)):
-        return error
-    return CheckpointError("torch could not write it", where=str(file), why=f"{type(error).__name__}: {error}")
-
-
 @contextmanager
 def _without_torchs_advice() -> Iterator[None]:
     """Torch's distributed checkpoint warns of a process without a group, which is meant here."""
@@ -309,5 +294,3 @@ def _without_torchs_advice() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
 
-
-__all__ = ["GroupRanks", "RunCheckpoints", "number", "plain"]

@@ -7,6 +7,7 @@ the shared state, and rank 0 publishes the checkpoint. Otherwise no rank goes on
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,6 @@ from typing import IO, Any, Final, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fairlead.config import CheckpointConfig
@@ -166,8 +166,8 @@ class Commits:
         with committing(self._io if zero else None, commit) as outcome:
             try:
                 save()
-            except (FairleadError, OSError, RuntimeError, CheckpointException) as raised:
-                error = _explained(raised, file)
+            except write_errors() as raised:
+                error = explained(raised, file)
                 self._ranks.barrier("Trainer.save_checkpoint")  # the others wait there at the end of their save
         error = _first_error(gather_objects(error))  # a strategy that writes by itself may fail on one rank only
         if error is not None or not zero:
@@ -238,7 +238,7 @@ class Commits:
         staged = None
         try:
             staged = stage(self.session.path / "checkpoints", checkpoint_name(step), token=self.session.token)
-            return staged, write_file(staged / rank_file(self._rank), partial(_dump, own())), None
+            return staged, write_file(staged / rank_file(self._rank), partial(dump, own())), None
         except (FairleadError, OSError) as error:
             return staged, None, error
 
@@ -253,7 +253,8 @@ class Commits:
         return raised_by(self._io.wait) if isinstance(self._io, (DurableSaves, ShardedSaves)) else None
 
 
-def _dump(own: Any, file: FileWriter) -> None:
+def dump(own: Any, file: FileWriter) -> None:
+    """Writes tensors and plain data."""
     torch.save(_off_xla(own), cast("IO[bytes]", file))
 
 
@@ -274,13 +275,19 @@ def _first_error(errors: list[Problem]) -> Problem:
     return None
 
 
-def _explained(error: BaseException, file: Path) -> FairleadError | OSError:
-    """What a strategy raised while it wrote a checkpoint, as an error of the disk or of ours."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+def write_errors() -> tuple[type[BaseException], ...]:
+    """What a failed write raises; torch's own exception where its distributed checkpoints, which are large, are loaded."""
+    torchs = getattr(sys.modules.get("torch.distributed.checkpoint.api"), "CheckpointException", None)
+    return (FairleadError, OSError, RuntimeError, *([torchs] if torchs is not None else []))
+
+
+def explained(error: BaseException, file: Path) -> FairleadError | OSError:
+    """What was raised while a checkpoint was written, as an error of the disk or of ours."""
+    if (failures := getattr(error, "failures", None)) is not None:  # torch's, by rank
+        error = next(iter(failures.values()))[0]
     if isinstance(error, (FairleadError, OSError)):
         return error
-    return CheckpointError("the strategy could not write it", where=str(file), why=f"{type(error).__name__}: {error}")
+    return CheckpointError("torch could not write it", where=str(file), why=f"{type(error).__name__}: {error}")
 
 
 def _where(error: FairleadError | OSError) -> list[Path]:
