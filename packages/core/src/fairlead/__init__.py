@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from fairlead.plugins import PluginManager
     from fairlead.resolution import Resolution
     from fairlead.topology import Topology
-    from fairlead_distributed.run.run import Run, Stopped
+    from fairlead_distributed.run.open_run import Stopped
+    from fairlead_distributed.run.run import Run
     from fairlead_launch.submission import submit
     from fairlead_lightning import Fairlead, Trainer, fabric
 
@@ -130,7 +131,8 @@ _HOMES: Final = (
 """The modules of the core that have public names, each after those that it imports."""
 _ELSEWHERE: Final = {
     **dict.fromkeys(("Fairlead", "Trainer", "fabric"), ("fairlead_lightning", "lightning")),
-    **dict.fromkeys(("Run", "Stopped"), ("fairlead_distributed.run.run", "torch")),
+    "Run": ("fairlead_distributed.run.run", "torch"),
+    "Stopped": ("fairlead_distributed.run.open_run", "torch"),
     "submit": ("fairlead_launch.submission", "check"),
 }
 """Public names of other packages: the module, and the extra that brings it."""

@@ -13,12 +13,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.findings import Inexact
 from fairlead_distributed._sampling import derive_seed
+from fairlead_distributed._sharded import is_dtensor, is_fsdp1, is_fully_sharded
 from fairlead_distributed.batch_order import EpochPosition, ShardedOrder
+from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.ordered_loader import default_sampler, over
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.rng import isolated_rng
-from fairlead_distributed.run.registry import is_stateful
+from fairlead_distributed.run.registry import Layout, Registry, is_stateful
 from fairlead_distributed.sampler import ResumableDistributedSampler
 from fairlead_distributed.seeding import SeededSamples
 
@@ -31,6 +33,21 @@ class Replicas:
 
     count: int
     rank: int
+
+
+def replicas_here(layout: Layout, registry: Registry) -> Replicas | None:
+    """Which ranks take different batches; None where the model is split in more ways than over data-parallel ranks."""
+    every = Replicas(get_world_size(), get_rank())
+    if layout == "replicated":
+        return every
+    if layout == "stages":
+        return None
+    parts = [part for module in registry.modules().values() for part in module.modules()]
+    if any(map(is_fsdp1, parts)):
+        return every
+    tensors = [one for module in registry.modules().values() for one in module.parameters() if is_dtensor(one)]
+    cuts = [sum(not placement.is_replicate() for placement in one.placements) for one in tensors]
+    return every if any(map(is_fully_sharded, parts)) and all(cut == 1 for cut in cuts) else None
 
 
 class Source:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.findings import Inexact
-from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead.resolution import Resolution
 from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.divergence import replicated_tensors
 from fairlead_distributed.exact_reduction import register_exact_reduction
@@ -24,18 +24,16 @@ from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.loader_workers import protect_workers
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
-from fairlead_distributed.run.data import Replicas, Source
+from fairlead_distributed.run.data import Replicas, Source, replicas_here
 from fairlead_distributed.run.exactness import loop_reasons, reasons_text, write_record
-from fairlead_distributed.run.failure_watch import FailureWatch
 from fairlead_distributed.run.loading import load_weights
-from fairlead_distributed.run.loop_opening import LoopEnding, opened, replicas_here
+from fairlead_distributed.run.open_run import OpenRun, Stopped
 from fairlead_distributed.run.registry import Registry, plain
 from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
 from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
 from fairlead_runs.guard import StopGuard
-from fairlead_runs.lasting_output import give_output_back, keep_output
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_runs.metrics_file import MetricsFile
 
@@ -46,19 +44,7 @@ Ended = Literal["step", "validation", "epoch"]
 _TRAIN: Final = "train"
 
 
-class Stopped(SystemExit):
-    """All ranks have agreed to stop, and everything is saved; ends the process with the right exit code.
-
-    Attributes:
-        outcome: What was done, as `fairlead_hpc_signals.StopOutcome` describes it.
-    """
-
-    def __init__(self, outcome: Any) -> None:
-        super().__init__(outcome.exit_code)
-        self.outcome = outcome
-
-
-class Run:
+class Run(OpenRun):
     """A run directory, durable checkpoints, agreed stops and exact resume for a custom training loop.
 
     Started again, the script resumes from the newest complete checkpoint as if it had not been interrupted: with the
@@ -134,13 +120,20 @@ class Run:
         plugins: PluginManager | None = None,
         **state: Any,
     ) -> None:
-        self.state: dict[str, Any] = {}
-        self.steps = 0
-        self.epoch = 0
-        self.finished: str | None = None
-        self.accumulate_grad_batches = 1
-        self._run = run_config(run)
+        plugins = plugins if plugins is not None else default_plugins()
         self._config = dict(config or {})
+        trainer = TrainerConfig.model_validate(
+            {
+                **({"requeue": requeue} if requeue is not None else {}),
+                "batch_policy": batch_policy,
+                "accumulate_grad_batches": _accumulated(self._config),
+            },
+            context={"plugins": plugins},
+        )
+        environ = os.environ if environ is None else environ
+        super().__init__(run_config(run), trainer, environ=environ, plugins=plugins, guard=guard)
+        self.state: dict[str, Any] = {}
+        self.epoch = 0
         self._max_epochs = _limit("max_epochs", max_epochs, self._config)
         self._max_steps = _limit("max_steps", max_steps, self._config)
         self._checkpoint = CheckpointConfig.model_validate(checkpoint if checkpoint is not None else {})
@@ -155,30 +148,15 @@ class Run:
         self._log_every = log_every_n_steps
         self._finite, self._gather = finite, gather
         self._local_buffers = tuple(local_buffers)
-        self._environ = os.environ if environ is None else environ
-        self._plugins = plugins if plugins is not None else default_plugins()
-        self._trainer = TrainerConfig.model_validate(
-            {
-                **({"requeue": requeue} if requeue is not None else {}),
-                "batch_policy": batch_policy,
-                "accumulate_grad_batches": _accumulated(self._config),
-            },
-            context={"plugins": self._plugins},
-        )
         self._registry = Registry()
         for name, value in state.items():
             self.register(name, value)
         for name, value in (per_rank or {}).items():
             self.register(name, value, per_rank=True)
-        self._guard, self._given_guard = guard, guard is not None
         self._replicas = ReplicaCheck(on_divergence, _REPLICAS)
         self._samples = SampleCheck(print, _SAMPLES) if check_samples else None
-        self._watch = FailureWatch(self._environ)
-        self._session: RunSession | None = None
         self._saves: RunCheckpoints | None = None
-        self._ending: LoopEnding | None = None
-        self._metrics: MetricsFile | None = None
-        self._restored = self._driven = self._failed = False
+        self._restored = self._driven = False
         self._sources: dict[str, Source] = {}
         self._saved_sources: Mapping[str, Any] = {}
         self._same_ranks = True
@@ -197,47 +175,20 @@ class Run:
     # -- opening and closing
 
     def __enter__(self) -> Self:
-        if self._session is not None:
-            raise ConfigError("a Run is opened once", where="Run", fix="make a new one for another start")
-        self._guard, self._session, resolution, accumulate = opened(
-            self._run,
-            self._settings(),
-            self._registry,
-            self._trainer,
-            environ=self._environ,
-            plugins=self._plugins,
-            guard=self._guard,
-        )
-        keep_output()
-        session, guard = self._session, self._guard
-        self.finished, self.accumulate_grad_batches = session.finished, accumulate
-        if self.finished is not None:
-            self.say(f"{session.path} is finished: {self.finished}")
-            return self
-        try:
-            for message in session.messages:
-                self.say(message)
-            self._watch.watch(session, get_rank(), int(resolution.value("local_rank")), self.progress)
-            context = BuildContext(resolution, self._environ, self._plugins)
-            self._saves = RunCheckpoints(
-                session, self._registry, self._checkpoint, finite=self._finite, gather=self._gather
-            )
-            self._ending = LoopEnding(session, guard, context, loop=self)
-            self._ending.prepare()
-            guard.start()
-            guard.watch_switches(session.path, session.event)
-            self._replicas.begin(session)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
+        self._open(self._settings(), self._registry.modules(), "Run")
         return self
+
+    def _prepare(self, session: RunSession, resolution: Resolution) -> None:
+        self._saves = RunCheckpoints(
+            session, self._registry, self._checkpoint, finite=self._finite, gather=self._gather
+        )
+        self._replicas.begin(session)
 
     def _settings(self) -> dict[str, Any]:
         limits = {"max_epochs": self._max_epochs, "max_steps": self._max_steps}
         return {**self._config, **{name: limit for name, limit in limits.items() if limit is not None}}
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        session = self._opened()
         try:
             if self.finished is None and error is None and self._restored:
                 try:
@@ -246,27 +197,11 @@ class Run:
                     error = raised
                     raise
         finally:
-            self._close(session, error)
+            self._close(error)
 
-    def _close(self, session: RunSession, error: BaseException | None) -> None:
-        guard = self._guard
-        try:
-            if self.finished is None and error is not None and not isinstance(error, Stopped):
-                if guard is not None and guard.lost(error):
-                    guard.ended_by(error)
-                stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-                session.raised(error, self.steps, stopped=stopped)
-            if self._saves is not None:
-                self._saves.finish_writes(self.steps)
-        finally:
-            self._watch.left_by(error)
-            self.close_metrics()
-            if guard is not None:
-                guard.close(failed=isinstance(error, Exception))
-                if guard.outcome is None and not self._given_guard:
-                    guard.flags.uninstall()
-            session.close()
-            give_output_back()
+    def _finish_writes(self) -> None:
+        if self._saves is not None:
+            self._saves.finish_writes(self.steps)
 
     def register(self, name: str, value: Any, *, per_rank: bool = False) -> None:
         """Adds an object to what is saved and restored; before `restore`.
@@ -326,9 +261,8 @@ class Run:
             saves.saved = self._place() if own else None
             position = resume_position(shared, MetricsFile.position_key) if own else None
         self._restored = True
-        if self.finished is None and get_rank() == 0:
-            self._metrics = MetricsFile(session.path, self.steps if own else None, position, session.fence)
         if self.finished is None:
+            self._log_from(self.steps if own else None, position)
             session.begin(step=self.steps, epoch=self.epoch)
         self._saved_at = time.monotonic()
         self._write_down()
@@ -662,21 +596,6 @@ class Run:
             if reason not in self._told:
                 self._told.append(reason)
                 self.say(reasons_text([reason]) or "")
-
-    def close_metrics(self) -> None:
-        """Writes out what was logged."""
-        if self._metrics is not None:
-            self._metrics.close()
-
-    def say(self, text: str) -> None:
-        """Prints a line, on rank 0."""
-        if get_rank() == 0:
-            print(text, flush=True)
-
-    def _opened(self) -> RunSession:
-        if self._session is None:
-            raise ConfigError("the run is not open", where="Run", fix="write `with Run(...) as run:`")
-        return self._session
 
     def _require_training(self, call: str) -> RunSession:
         session = self._opened()

@@ -1,0 +1,197 @@
+"""What an open run has, whatever the engine: its session, what notices a stop, a failure watch, its metrics."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fairlead.config import RunConfig, TrainerConfig
+from fairlead.errors import ConfigError
+from fairlead.interfaces import BuildContext
+from fairlead.plugins import PluginManager
+from fairlead.resolution import Resolution
+from fairlead.resolve import resolve
+from fairlead_distributed.info import get_local_rank, get_rank, get_world_size
+from fairlead_distributed.process_group import leave_at_exit
+from fairlead_distributed.run.ending import Ending
+from fairlead_distributed.run.failure_watch import FailureWatch
+from fairlead_distributed.run.opening import open_session
+from fairlead_distributed.run.scripts import advice_for_scripts, as_seen, described_job
+from fairlead_distributed.run.session import RunSession
+from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.describe import described
+from fairlead_runs.guard import StopGuard, build_guard
+from fairlead_runs.lasting_output import give_output_back, keep_output
+from fairlead_runs.metrics_file import MetricsFile
+
+
+class Stopped(SystemExit):
+    """All ranks have agreed to stop, and everything is saved; ends the process with the right exit code.
+
+    Attributes:
+        outcome: What was done, as `fairlead_hpc_signals.StopOutcome` describes it.
+    """
+
+    def __init__(self, outcome: Any) -> None:
+        super().__init__(outcome.exit_code)
+        self.outcome = outcome
+
+
+class OpenRun(ABC):
+    """The run of a script, from its opening to its end; an engine's own adds how it saves and restores.
+
+    Attributes:
+        steps: Optimizer steps that are done, over all starts.
+        finished: How the run ended, when there is nothing left to do; else None.
+        accumulate_grad_batches: Batches of each rank to one optimizer step.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        config: TrainerConfig,
+        *,
+        environ: Mapping[str, str],
+        plugins: PluginManager,
+        guard: StopGuard | None,
+    ) -> None:
+        self.steps = 0
+        self.finished: str | None = None
+        self.accumulate_grad_batches = 1
+        self._run = run
+        self._trainer = config
+        self._environ = environ
+        self._plugins = plugins
+        self._guard, self._given_guard = guard, guard is not None
+        self._watch = FailureWatch(environ)
+        self._session: RunSession | None = None
+        self._ending: Ending | None = None
+        self._metrics: MetricsFile | None = None
+
+    @abstractmethod
+    def progress(self) -> object:
+        """Changes with each batch and step."""
+
+    def _open(self, settings: Mapping[str, Any], modules: Mapping[str, nn.Module], by: str) -> None:
+        """Opens the run on all ranks; `settings` and `modules` are what identifies it, `by` is the engine.
+
+        Raises:
+            ConfigError: There are more ranks than are connected, or the run cannot be opened.
+        """
+        if self._session is not None:
+            raise ConfigError(f"a {by} is opened once", where=by, fix="make a new one for another start")
+        if dist.is_initialized():
+            leave_at_exit()
+        resolution = resolve(self._trainer, environ=self._environ, plugins=self._plugins)
+        topology = resolution.topology
+        ranks = get_world_size()
+        seen = {
+            "world_size": ranks,
+            "num_nodes": topology.num_nodes.value if topology.num_nodes is not None and ranks > 1 else 1,
+            "global_rank": get_rank(),
+            "local_rank": get_local_rank(self._environ),
+            "node_rank": topology.node_rank.value if topology.node_rank is not None else 0,
+        }
+        connect = f"call fairlead_distributed.init_process_group() before {by}"
+        with advice_for_scripts():
+            resolution = as_seen(resolution, seen, self._trainer, by=by, connect=connect)
+            context = BuildContext(resolution, self._environ, self._plugins)
+            guard = self._guard = self._guard or build_guard(context)
+            if not self._given_guard and threading.current_thread() is threading.main_thread():
+                guard.flags.install()
+            if get_rank() == 0:
+                guard.watch_opening("opening the run")
+            plain = {name: getattr(one, "_orig_mod", one) for name, one in modules.items()}  # not compiled
+            job = described_job(self._run, {name: described(one) for name, one in plain.items()}, None, settings)
+            session = self._session = open_session(job, resolution, self._run, environ=self._environ)
+        keep_output()
+        self.finished = session.finished
+        if self.finished is not None:
+            self.say(f"{session.path} is finished: {self.finished}")
+            return
+        try:
+            session.join(seen["global_rank"], seen["local_rank"], seen["node_rank"])
+            session.beat("setup", 0)
+            self.accumulate_grad_batches = batch_plan(resolution, session.previous)
+            for message in session.messages:
+                self.say(message)
+            self._watch.watch(session, get_rank(), seen["local_rank"], self.progress)
+            self._prepare(session, resolution)
+            self._ending = _RunEnding(self, session, guard, context)
+            self._ending.prepare()
+            guard.start()
+            guard.watch_switches(session.path, session.event)
+        except BaseException as error:
+            self._close(error)
+            raise
+
+    @abstractmethod
+    def _prepare(self, session: RunSession, resolution: Resolution) -> None:
+        """The run is open, and not finished."""
+
+    def _log_from(self, step: int | None, position: Mapping[str, Any] | None) -> None:
+        """Opens `metrics.csv` on rank 0, cut back to a position, or to the rows through a step; None: a new one."""
+        if get_rank() == 0:
+            session = self._opened()
+            self._metrics = MetricsFile(session.path, step, position, session.fence)
+
+    @abstractmethod
+    def _finish_writes(self) -> None:
+        """Waits for what is written in the background, on this rank alone: the others may be gone."""
+
+    def _close(self, error: BaseException | None) -> None:
+        """Ends this start; an error that leaves the training is recorded, and the other ranks are told."""
+        session, guard = self._opened(), self._guard
+        try:
+            if self.finished is None and error is not None and not isinstance(error, Stopped):
+                if guard is not None and guard.lost(error):
+                    guard.ended_by(error)
+                session.raised(error, self.steps, stopped=isinstance(error, (KeyboardInterrupt, SystemExit)))
+            self._finish_writes()
+        finally:
+            self._watch.left_by(error)
+            self.close_metrics()
+            if guard is not None:
+                guard.close(failed=isinstance(error, Exception))
+                if guard.outcome is None and not self._given_guard:
+                    guard.flags.uninstall()
+            session.close()
+            give_output_back()
+
+    def _opened(self) -> RunSession:
+        if self._session is None:
+            raise ConfigError("the run is not open", where="Run", fix="write `with Run(...) as run:`")
+        return self._session
+
+    def close_metrics(self) -> None:
+        """Writes out what was logged."""
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def say(self, text: str) -> None:
+        """Prints a line, on rank 0."""
+        if get_rank() == 0:
+            print(text, flush=True)
+
+
+class _RunEnding(Ending):
+    """How the run of a script ends for a stop."""
+
+    def __init__(self, run: OpenRun, session: RunSession, guard: StopGuard, context: BuildContext) -> None:
+        super().__init__(
+            session, guard, context, rank=get_rank(), step=lambda: run.steps, saves=True, say=run.say
+        )
+        self._run = run
+
+    def batches_done(self) -> object:
+        """Batches and steps."""
+        return self._run.progress()
+
+    def close_loggers(self, status: str) -> None:
+        """Writes out what was logged."""
+        self._run.close_metrics()
