@@ -21,8 +21,8 @@ RAN = ROOT / ".nox" / "ran"  # what became of each test, a folder for each sessi
 FLAKY = ROOT / ".nox" / "flaky.txt"  # the tests that failed and then passed, since this checkout was made
 WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
 # Extras that the shared environment leaves to `isolated`: two engines that cannot be imported on the test machine, and
-# mpi4py, with which Lightning does not start where there is no MPI library.
-NOT_SHARED = {"mpi", "transformer-engine", "xla"}
+# mpi4py, with which Lightning does not start where there is no MPI library; transformers has a session of its own.
+NOT_SHARED = {"mpi", "transformer-engine", "transformers", "xla"}
 TORCH_FREE = ("core", "runs", "launch")
 HOSTS = ("-e", "packages/environments")  # without its engines: it reads hosts in brackets
 HUGGING_FACE = ("integration_tests/huggingface", "integration_tests/verify/test_hugging_face.py")

@@ -17,8 +17,8 @@ from fairlead.engines import ENGINES
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 EXTRAS = (
-    "check torch lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine remote wandb "
-    "tensorboard mlflow all"
+    "check torch huggingface lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine "
+    "remote wandb tensorboard mlflow all"
 )
 
 

@@ -1,4 +1,4 @@
-"""The page on Hugging Face's Trainer, run as it stands, in processes that cannot import Lightning."""
+"""The page on Hugging Face's Trainer, run as it stands, in processes that cannot import Lightning; Accelerate's loops."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
+from fairlead_runs import read_history
+from fairlead_runs.commit import list_checkpoints, newest_complete
+
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "hugging-face.md"
 LIMIT_S = 300
+PRELUDE = """
+import os, pathlib, time
+pathlib.Path(f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
+"""
 
 
 @pytest.fixture
@@ -22,29 +30,24 @@ def script(tmp_path: Path) -> Path:
     """The page's `train.py`, with steps slow enough to be stopped in between."""
     found = re.search(r'```python title="train.py"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
-    text = found[1].replace('        return {"loss"', '        time.sleep(0.02)\n        return {"loss"', 1)
     path = tmp_path / "train.py"
-    path.write_text("import pathlib, time\n" + text.replace("def main() -> None:\n", _SHOW_RANK, 1), encoding="utf-8")
+    slow = found[1].replace('        return {"loss"', '        time.sleep(0.02)\n        return {"loss"', 1)
+    path.write_text(PRELUDE + slow)
     return path
 
 
-_SHOW_RANK = """def main() -> None:
-    pathlib.Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-"""
-
-
-def torchrun(script: Path, cwd: Path, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+def start(script: Path, cwd: Path, environ: Mapping[str, str] | None = None, ranks: int = 2) -> subprocess.Popen[str]:
     cwd.mkdir(exist_ok=True)
     blocked = cwd / "blocked"
     blocked.mkdir(exist_ok=True)
     for name in ("lightning", "pytorch_lightning", "lightning_fabric"):
         (blocked / f"{name}.py").write_text("raise ImportError('this must work without Lightning')\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    by = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     own = {"PYTHONPATH": str(blocked), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        command,
+        [sys.executable, *by, str(script)],
         cwd=cwd,
-        env={**os.environ, **own, **environ},
+        env={**os.environ, **own, **(environ or {})},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -56,33 +59,184 @@ def ended(process: subprocess.Popen[str]) -> str:
     return output
 
 
+def until(process: subprocess.Popen[str], there: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not there():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def weights(cwd: Path) -> bytes:
-    return (cwd / "runs" / "line" / "model" / "model.safetensors").read_bytes()
+    return (cwd / "out" / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_signal_to_one_rank_stops_all_and_nothing_is_lost(script: Path, tmp_path: Path) -> None:
-    """Saved at the step of the signal, asked to be started again, and the weights of an undisturbed run."""
+def events(cwd: Path, name: str) -> list[Mapping[str, object]]:
+    return [one for one in read_history(cwd / "runs/line/history.jsonl") if one["event"] == name]
+
+
+def rows(cwd: Path) -> list[str]:
+    """metrics.csv without what the clock decides."""
+    lines = (cwd / "runs/line/metrics.csv").read_text().splitlines()
+    names = lines[0].split(",")
+    kept = [i for i, name in enumerate(names) if "runtime" not in name and "per_second" not in name]
+    # The Trainer's own mean over a training counts from where it was resumed.
+    kept = [i for i in kept if names[i] not in ("train_loss", "total_flos")]
+    return [",".join(line.split(",")[i] for i in kept) for line in lines]
+
+
+def test_a_signal_to_one_rank_and_a_kill_of_all_and_nothing_is_lost(script: Path, tmp_path: Path) -> None:
+    """Saved at the step of the signal, asked to be started again; killed; the weights of an undisturbed run."""
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
-    first = torchrun(script, undisturbed, {})
+    first = start(script, undisturbed)
     output = ended(first)
     assert first.returncode == 0, output
 
     scripts = tmp_path / "scripts"
-    second = torchrun(script, stopped, {"NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR": str(scripts), "SLURM_JOB_ID": "17"})
-    deadline = time.monotonic() + LIMIT_S
-    while not (stopped / "runs" / "line" / "checkpoint-50").exists():
-        assert second.poll() is None, second.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    second = start(script, stopped, {"NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR": str(scripts), "SLURM_JOB_ID": "17"})
+    checkpoints = stopped / "runs/line/checkpoints"
+    until(second, lambda: newest_complete(checkpoints).checkpoint is not None)
     os.kill(int((stopped / "pid-1").read_text()), signal.SIGUSR1)
     output = ended(second)
     assert "exitcode  : 75" in output, output
     assert "exec scontrol requeue" in (scripts / "requeue_17.sh").read_text(), output
-    steps = sorted(int(path.name.split("-")[1]) for path in (stopped / "runs" / "line").glob("checkpoint-*"))
-    assert 50 < steps[-1] < 200
-    assert steps[-1] % 50, "saved where it was stopped, not where a save was due"
+    newest = newest_complete(checkpoints).checkpoint
+    assert newest is not None
+    assert 50 < newest.step < 200
+    assert newest.step % 50, "saved where it was stopped, not where a save was due"
 
-    third = torchrun(script, stopped, {})
-    output = ended(third)
-    assert third.returncode == 0, output
+    third = start(script, stopped)
+    until(third, lambda: any(one.step > newest.step for one in list_checkpoints(checkpoints)))
+    subprocess.run(["pkill", "-KILL", "-f", str(script)], check=True)
+    ended(third)
+
+    fourth = start(script, stopped)
+    output = ended(fourth)
+    assert fourth.returncode == 0, output
     assert weights(stopped) == weights(undisturbed)
+    assert rows(stopped) == rows(undisturbed)
+    assert len(events(stopped, "finished")) == 1
+
+    fifth = start(script, stopped)
+    output = ended(fifth)
+    assert fifth.returncode == 0, output
+    assert "runs/line is finished: step 200" in output
+    assert weights(stopped) == weights(undisturbed)
+
+
+KEEPS = """
+import sys
+import torch
+from transformers import Trainer, TrainingArguments, set_seed
+from fairlead_huggingface import Fairlead
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
+
+set_seed(1)
+data = [{"x": x, "labels": x.sum()[None]} for x in torch.randn(64, 8)]
+args = TrainingArguments(
+    "out", max_steps=int(sys.argv[1]), per_device_train_batch_size=8, save_steps=5, eval_strategy="steps", eval_steps=5,
+    save_total_limit=1, load_best_model_at_end=True, metric_for_best_model="loss", use_cpu=True, report_to="none",
+    learning_rate=float(sys.argv[2]),
+)
+trainer = Trainer(Line(), args, train_dataset=data, eval_dataset=data[:16], callbacks=[Fairlead("runs/line")])
+trainer.train()
+print("best", trainer.state.best_model_checkpoint)
+"""
+
+
+def test_the_best_is_kept_and_loaded_and_another_learning_rate_is_another_run(tmp_path: Path) -> None:
+    script = tmp_path / "keeps.py"
+    script.write_text(KEEPS)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, str(script), *words]
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+
+    done = run("20", "0.01")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = [one.step for one in list_checkpoints(tmp_path / "runs/line/checkpoints")]
+    assert kept == [20]  # the newest is the best here
+    best = re.search(r"^best (.*)$", done.stdout, re.MULTILINE)
+    assert best is not None
+    assert Path(best[1]) == tmp_path / "runs/line/checkpoints/step-00000020/state.ckpt"
+
+    longer = run("30", "0.01")
+    assert longer.returncode == 0, longer.stdout + longer.stderr
+    assert "resumes from" in longer.stdout
+    refused = run("30", "0.02")
+    assert refused.returncode != 0
+    assert "trainer.learning_rate: 0.01 -> 0.02" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+LATE = """
+import torch
+from transformers import Trainer, TrainingArguments
+from fairlead_huggingface import Fairlead
+
+data = [{"x": x, "labels": x.sum()[None]} for x in torch.randn(8, 8)]
+trainer = Trainer(torch.nn.Linear(8, 1), TrainingArguments("out", use_cpu=True, report_to="none"), train_dataset=data)
+trainer.add_callback(Fairlead("runs/line"))
+trainer.train()
+"""
+
+
+def test_a_callback_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    process = start(script, tmp_path, ranks=1)
+    output = ended(process)
+    assert process.returncode != 0
+    assert "Trainer(..., callbacks=[Fairlead(...)])" in output
+
+
+ACCELERATE = """
+import os
+import sys
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+from fairlead import Run
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(1)
+x = torch.randn(64, 8)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+model, optimizer, scheduler = accelerator.prepare(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5))
+with Run("runs/line", model=model, optimizer=optimizer, scheduler=scheduler, max_epochs=3,
+         checkpoint={"every_n_steps": 3}, log_every_n_steps=1) as run:
+    run.restore()
+    for a, b in run.batches(loader):
+        loss = torch.nn.functional.mse_loss(model(a), b)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        run.step(loss=loss)
+        if run.steps == int(os.environ.get("DIE", -1)):
+            os._exit(9)
+accelerator.wait_for_everyone()
+accelerator.end_training()
+"""
+
+
+def test_a_loop_of_accelerate_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(dedent(ACCELERATE))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    output = ended(start(script, whole))
+    assert "is finished: step 12" in output, output
+    ended(start(script, parts, {"DIE": "7"}))
+    output = ended(start(script, parts))
+    assert "resumes from" in output, output
+    assert rows(parts) == rows(whole)

@@ -85,6 +85,8 @@ _TABLE: Final = (
     Engine("tensorboard", ">=2.18", tested=("2.21.0",)),
     Engine("wandb", ">=0.19", tested=("0.31.0",)),
     Engine("mlflow-skinny", ">=2.14", tested=("3.17.2",)),
+    Engine("transformers", ">=5.20,<6", tested=("5.23.0",), why="Older ones were not tried."),
+    Engine("accelerate", ">=1.15,<2", tested=("1.15.0",), why="Older ones were not tried."),
 )
 
 ENGINES: Final = {engine.name: engine for engine in _TABLE}

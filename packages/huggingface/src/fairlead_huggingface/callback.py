@@ -1,0 +1,432 @@
+"""`Fairlead`: one callback that gives Hugging Face's Trainer a run directory, agreed stops and resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
+from fairlead.errors import CheckpointError, ConfigError
+from fairlead.plugins import PluginManager, default_plugins
+from fairlead.resolution import Resolution
+from fairlead_distributed.info import get_rank, get_world_size
+from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.run.checkpoints import GroupRanks
+from fairlead_distributed.run.commits import Commit, Commits, Problem, explained, raised_by, write_errors
+from fairlead_distributed.run.open_run import OpenRun, Stopped
+from fairlead_distributed.run.rank_files import load_part, rank_file
+from fairlead_distributed.run.scripts import run_config
+from fairlead_distributed.run.session import RunSession
+from fairlead_runs.guard import StopGuard
+from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
+from fairlead_runs.metrics_file import MetricsFile
+
+_IDENTITY: Final = (
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim"),
+    *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "seed", "data_seed", "bf16", "fp16"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+)
+"""The training arguments that identify a run: with another value of one of them it is not continued."""
+_TRAINER_STATE: Final = "trainer_state.json"
+
+
+class Fairlead(TrainerCallback):
+    """A run directory, agreed stops and resume for Hugging Face's Trainer.
+
+    `trainer.train()` then opens the run, resumes from its newest complete checkpoint, and on a signal to any rank saves at
+    the same step on all, has the job requeued, and raises `fairlead.Stopped`, which ends the process with the right exit
+    code. The Trainer writes its own checkpoints, when its arguments say so; each is committed as one into the run
+    directory, with `save_total_limit` and the best by `metric_for_best_model` kept. A last one is always written.
+
+    Args:
+        run: The run directory, as `runs/x`, or a `RunConfig`; None: `runs/<name of the script>`.
+        requeue: Who has the job started again after a stop, as in a job's `trainer`; None: what fits this machine.
+        guard: A `PreemptionGuard` that the script has made already, as before long preparations.
+        environ: The environment variables; None: this process's.
+        plugins: The plugin manager; None: the plugins installed here.
+
+    Raises:
+        ConfigError: An argument is wrong; or it was added to a Trainer that exists already.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[Fairlead("runs/x")])  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | RunConfig | None = None,
+        *,
+        requeue: Any = None,
+        guard: StopGuard | None = None,
+        environ: Mapping[str, str] | None = None,
+        plugins: PluginManager | None = None,
+    ) -> None:
+        self._run = run_config(run)
+        self._plugins = plugins if plugins is not None else default_plugins()
+        self._environ = os.environ if environ is None else environ
+        asked = {"requeue": requeue} if requeue is not None else {}
+        self._config = TrainerConfig.model_validate(asked, context={"plugins": self._plugins})
+        self._guard = guard
+        self._of: _TrainerRun | None = None
+
+    @property
+    def path(self) -> Path:
+        """The run directory, while `train` runs."""
+        return self._training()._opened().path
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The Trainer is made: from here on its `train` is a fit of the run."""
+        trainer = _maker(args)
+        train = trainer.train
+
+        def in_a_run(resume_from_checkpoint: Any = None, *more: Any, **named: Any) -> Any:
+            if isinstance(resume_from_checkpoint, str):
+                raise ConfigError(
+                    "the run resumes by itself from its newest complete checkpoint",
+                    where=f"trainer.train({resume_from_checkpoint!r})",
+                    fix="leave it out; to begin a new run from that checkpoint: "
+                    f"Fairlead(RunConfig(name=..., resume={resume_from_checkpoint!r}))",
+                )
+            run = self._of = _TrainerRun(
+                trainer,
+                self._run,
+                self._config,
+                environ=self._environ,
+                plugins=self._plugins,
+                guard=self._guard,
+            )
+            return run.train(train, *more, **named)
+
+        trainer.train = in_a_run
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Everything is restored."""
+        self._training().begin(state)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A step begins, behind whatever there was."""
+        self._training().at("train")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The boundary: a stop or a save, if any rank was asked for one."""
+        self._training().boundary(state, control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The last state of a training is always saved."""
+        if control.should_training_stop:
+            control.should_save = True
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """A batch of an evaluation is done."""
+        if self._of is not None:
+            self._of.at("validate")
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        """Adds what is logged to `metrics.csv`."""
+        if self._of is not None:
+            self._of.log(state, logs or {})
+
+    def _training(self) -> _TrainerRun:
+        if self._of is None:
+            raise ConfigError(
+                "the callback was added to a Trainer that exists already",
+                where="trainer.add_callback(Fairlead(...))",
+                why="it has to be there before `train` is called, to open the run and to find its checkpoint",
+                fix="Trainer(..., callbacks=[Fairlead(...)])",
+            )
+        return self._of
+
+
+def _maker(args: TrainingArguments) -> Trainer:
+    """The Trainer that calls `on_init_end`: no hook is told of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        made = frame.f_locals.get("self")
+        if isinstance(made, Trainer) and made.args is args:
+            return made
+        frame = frame.f_back
+    raise ConfigError(
+        "no Trainer has made this callback", where="Fairlead", fix="Trainer(..., callbacks=[Fairlead(...)])"
+    )
+
+
+class _TrainerRun(OpenRun):
+    """One call of `trainer.train`."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: RunConfig,
+        config: TrainerConfig,
+        *,
+        environ: Mapping[str, str],
+        plugins: PluginManager,
+        guard: StopGuard | None,
+    ) -> None:
+        super().__init__(run, config, environ=environ, plugins=plugins, guard=guard)
+        self._hf = trainer
+        self._saves: _TrainerCheckpoints | None = None
+        self._stopping = False
+        self._evaluated = 0
+        self._phase = ""
+        self._measured: dict[str, float] = {}
+
+    def train(self, train: Any, *more: Any, **named: Any) -> Any:
+        """Trains in the run; `train` is the Trainer's own method."""
+        args = self._hf.args
+        limits = {"max_epochs": args.num_train_epochs} if args.max_steps <= 0 else {"max_steps": args.max_steps}
+        settings = {name: _plain(getattr(args, name)) for name in _IDENTITY if hasattr(args, name)}
+        model: Any = self._hf.model
+        try:
+            self._open({**settings, **limits}, {"model": model} if model is not None else {}, "Trainer")
+            session = self._opened()
+            resume = str(session.checkpoint) if session.checkpoint is not None else None
+            with self._committed_saves():
+                result = train(resume, *more, **named)
+            self._finish()
+        except BaseException as error:
+            if self._session is not None:
+                self._close(error)
+            raise
+        self._close(None)
+        return result
+
+    def _prepare(self, session: RunSession, resolution: Resolution) -> None:
+        args = self._hf.args
+        measured = args.metric_for_best_model
+        monitor = None if measured is None else measured if measured.startswith("eval_") else f"eval_{measured}"
+        config = CheckpointConfig(
+            keep_last=args.save_total_limit or 1_000_000,  # the Trainer keeps all by default
+            keep_best=1 if monitor is not None else 0,
+            monitor=monitor,
+            mode="max" if args.greater_is_better else "min",
+        )
+        self._saves = _TrainerCheckpoints(session, self._hf, config)
+
+    def begin(self, state: TrainerState) -> None:
+        """Everything is restored; of a finished run nothing is left to do."""
+        session = self._opened()
+        self.steps = state.global_step
+        if self.finished is not None:
+            return
+        own = session.checkpoint is not None and session.checkpoint.is_relative_to(session.path)
+        assert self._saves is not None
+        if own:
+            self._saves.saved = self.steps
+            assert session.checkpoint is not None
+            self._log_from(self.steps, resume_position(self._saves.part(session.checkpoint, 0), MetricsFile.position_key))
+            self._saves.restore_loss(session.checkpoint)
+        else:
+            self._log_from(None, None)
+        session.begin(step=self.steps, epoch=int(state.epoch or 0))
+        self.at("first-batch")
+
+    def at(self, phase: str) -> None:
+        """What this rank is at from now on."""
+        if self.finished is not None:
+            return
+        if phase == "validate":
+            self._evaluated += 1
+        if phase == self._phase and phase != "train":
+            return
+        if phase == "train" and self._phase == "first-batch" and self._evaluated == 0 and self.steps == 0:
+            return
+        self._phase = phase
+        self._opened().beat(phase, self.steps)
+
+    def boundary(self, state: TrainerState, control: TrainerControl) -> None:
+        """Behind an optimizer step, before the Trainer logs, evaluates and saves."""
+        if self.finished is not None or self._guard is None:
+            return
+        self.steps = state.global_step
+        self._measured = {}
+        self._phase = "train"
+        self._opened().beat("train", self.steps)
+        if self._guard.should_stop():
+            assert self._ending is not None
+            self._ending.agreed()
+            self._stopping = True
+            control.should_save = control.should_training_stop = True
+        elif self._guard.should_save() or control.should_training_stop:
+            control.should_save = True
+
+    def log(self, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        """Adds the numbers of a log to the run's metrics."""
+        found = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+        self._measured.update({name: float(value) for name, value in found.items()})
+        if self._metrics is not None and self.finished is None:
+            self._metrics.add(state.global_step, {"epoch": float(state.epoch or 0), **found})
+            self._metrics.flush()
+
+    @contextmanager
+    def _committed_saves(self) -> Iterator[None]:
+        """While it trains, the Trainer's own saves are committed into the run directory."""
+        trainer: Any = self._hf
+        own_save = trainer._save_checkpoint
+
+        def save(model: Any, trial: Any, *more: Any, **named: Any) -> None:
+            self._save(lambda: own_save(model, trial, *more, **named))
+
+        trainer._save_checkpoint = save
+        try:
+            yield
+        finally:
+            del trainer._save_checkpoint
+
+    def _save(self, write: Any) -> None:
+        saves, session = self._saves, self._opened()
+        if saves is None or self.finished is not None:
+            return
+        failure: Exception | None = None
+        if saves.saved != self.steps:
+            session.beat("save", self.steps)
+            positions = logger_positions([self._metrics])
+            try:
+                saves.save(self.steps, self._hf.state, positions, dict(self._measured), write)
+            except Exception as error:
+                if not self._stopping:
+                    raise
+                failure = error
+            self.at("train")
+        if not self._stopping:
+            return
+        if failure is None and saves.saved != self.steps:
+            failure = CheckpointError(
+                f"the state at step {self.steps} could not be saved",
+                where=str(session.path / "checkpoints"),
+                why="the warnings before this say why; the checkpoints before it are intact",
+                fix="make room or get write access, and restart the job: it resumes from the newest checkpoint",
+            )
+        assert self._ending is not None
+        raise Stopped(self._ending.carry_out(failure))
+
+    def _finish(self) -> None:
+        """The Trainer has reached its end."""
+        if self.finished is not None:
+            return
+        session, saves = self._opened(), self._saves
+        assert saves is not None
+        if saves.saved != self.steps:
+            raise CheckpointError(
+                f"the state at step {self.steps} could not be saved",
+                where=str(session.path / "checkpoints"),
+                why="the warnings before this say why; the checkpoints before it are intact",
+                fix="make room or get write access, and start the script again: it resumes from the newest checkpoint",
+            )
+        self.close_metrics()
+        session.complete(step=self.steps, epoch=int(self._hf.state.epoch or 0))
+        self.finished = f"step {self.steps}"
+        self.say(f"{session.path} is finished: {self.finished}")
+
+    def _finish_writes(self) -> None:
+        """Nothing is written in the background."""
+
+    def progress(self) -> object:
+        """Steps, and batches of evaluations."""
+        return self.steps, self._evaluated, self._phase
+
+
+class _TrainerCheckpoints(Commits):
+    """Commits what the Trainer writes: its folder is the shared state of a checkpoint."""
+
+    def __init__(self, session: RunSession, trainer: Trainer, config: CheckpointConfig) -> None:
+        super().__init__(session, GroupRanks(), None, get_rank(), config)
+        self._trainer = trainer
+
+    def save(
+        self, step: int, state: TrainerState, positions: Mapping[str, Any], metrics: Mapping[str, float], write: Any
+    ) -> bool:
+        """Has the Trainer write, and commits that; the same on all ranks."""
+        metadata = {
+            "epoch": int(state.epoch or 0),
+            "world_size": get_world_size(),
+            "state": "transformers.Trainer",
+            "accumulate_grad_batches": 1,
+        }
+
+        def through_trainer(file: Path, commit: Commit) -> Problem:
+            error: Problem = None
+            with self._into(file.parent):
+                try:
+                    write()
+                except write_errors() as raised:
+                    error = explained(raised, file)
+            error = next((one for one in gather_objects(error) if one is not None), None)
+            if error is not None or self._rank:
+                return error
+
+            def publish() -> None:
+                os.replace(file.parent / f"checkpoint-{step}", file)
+                final = self.session.path / "checkpoints" / f"step-{step:08d}" / file.name
+                _name_best(file / _TRAINER_STATE, str(file.parent / f"checkpoint-{step}"), str(final))
+                commit({})
+
+            return raised_by(publish)
+
+        own = {LOGGER_POSITIONS: dict(positions), **self._loss()}
+        saved = self.commit(step, lambda: own, through_trainer, metrics, metadata)
+        self._find_best(state)
+        return saved
+
+    def part(self, file: Path, rank: int) -> Mapping[str, Any]:
+        """What a rank has written beside a checkpoint; nothing, where fewer ranks have saved."""
+        path = file.parent / rank_file(rank)
+        found: Any = load_part(path) if path.exists() else {}
+        return found if isinstance(found, Mapping) else {}
+
+    def _loss(self) -> dict[str, Any]:
+        """The losses since the Trainer has logged last, which it forgets in its own checkpoints."""
+        trainer: Any = self._trainer
+        return {"loss": trainer._tr_loss.detach().cpu().clone(), "logged": int(trainer._globalstep_last_logged)}
+
+    def restore_loss(self, file: Path) -> None:
+        """Has the first mean that is logged be that of an undisturbed training."""
+        trainer: Any = self._trainer
+        found = self.part(file, self._rank)
+        if "loss" in found:
+            trainer._tr_loss += found["loss"].to(trainer._tr_loss.device)
+            trainer._globalstep_last_logged = found["logged"]
+
+    @contextmanager
+    def _into(self, folder: Path) -> Iterator[None]:
+        """While it saves, the Trainer's output directory is a stage of the run's checkpoints."""
+        trainer: Any = self._trainer
+        trainer._get_output_dir = lambda trial=None: str(folder)
+        try:
+            yield
+        finally:
+            del trainer._get_output_dir
+
+    def _find_best(self, state: TrainerState) -> None:
+        """The best checkpoint is where it was published, not in the stage in which the Trainer has written it."""
+        best = state.best_model_checkpoint
+        if best is None or os.path.isdir(best) or not state.best_global_step:
+            return
+        folder = self.session.path / "checkpoints" / f"step-{state.best_global_step:08d}" / "state.ckpt"
+        state.best_model_checkpoint = str(folder) if folder.is_dir() else None
+
+
+def _name_best(file: Path, stage: str, final: str) -> None:
+    """Has the state of the Trainer name the checkpoint by the place that it will have."""
+    if file.exists():
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content.get("best_model_checkpoint") == stage:
+            content["best_model_checkpoint"] = final
+            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)  # of an enumeration
