@@ -1,4 +1,4 @@
-"""The page on Hugging Face's Trainer, run as it stands, in processes that cannot import Lightning; Accelerate's loops."""
+"""The page on Hugging Face's Trainer, run as it stands, without Lightning; and a loop of Accelerate."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ _TRAINER_STATE: Final = "trainer_state.json"
 class Fairlead(TrainerCallback):
     """A run directory, agreed stops and resume for Hugging Face's Trainer.
 
-    `trainer.train()` then opens the run, resumes from its newest complete checkpoint, and on a signal to any rank saves at
-    the same step on all, has the job requeued, and raises `fairlead.Stopped`, which ends the process with the right exit
-    code. The Trainer writes its own checkpoints, when its arguments say so; each is committed as one into the run
-    directory, with `save_total_limit` and the best by `metric_for_best_model` kept. A last one is always written.
+    `trainer.train()` then opens the run and resumes from its newest complete checkpoint. On a signal to any rank all
+    save at the same step, the job is requeued, and `fairlead.Stopped` ends the process with the right exit code. The
+    Trainer writes its own checkpoints, when its arguments say so; each is committed as one into the run directory, with
+    `save_total_limit` and the best by `metric_for_best_model` kept. A last one is always written.
 
     Args:
         run: The run directory, as `runs/x`, or a `RunConfig`; None: `runs/<name of the script>`.
@@ -227,7 +227,8 @@ class _TrainerRun(OpenRun):
         if own:
             self._saves.saved = self.steps
             assert session.checkpoint is not None
-            self._log_from(self.steps, resume_position(self._saves.part(session.checkpoint, 0), MetricsFile.position_key))
+            first = self._saves.part(session.checkpoint, 0)
+            self._log_from(self.steps, resume_position(first, MetricsFile.position_key))
             self._saves.restore_loss(session.checkpoint)
         else:
             self._log_from(None, None)

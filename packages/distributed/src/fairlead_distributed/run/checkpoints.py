@@ -242,6 +242,7 @@ class RunCheckpoints(Commits):
             raise first
         return found
 
+
 _MODEL: Final = "model (by names of the unsplit model)"
 _OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
 
@@ -293,4 +294,3 @@ def _without_torchs_advice() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
-

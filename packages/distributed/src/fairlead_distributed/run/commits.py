@@ -276,7 +276,7 @@ def _first_error(errors: list[Problem]) -> Problem:
 
 
 def write_errors() -> tuple[type[BaseException], ...]:
-    """What a failed write raises; torch's own exception where its distributed checkpoints are loaded: they are large."""
+    """What a failed write raises; torch's own exception too, where its distributed checkpoints are loaded."""
     torchs = getattr(sys.modules.get("torch.distributed.checkpoint.api"), "CheckpointException", None)
     return (FairleadError, OSError, RuntimeError, *([torchs] if torchs is not None else []))
 

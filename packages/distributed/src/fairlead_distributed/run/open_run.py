@@ -183,9 +183,7 @@ class _RunEnding(Ending):
     """How the run of a script ends for a stop."""
 
     def __init__(self, run: OpenRun, session: RunSession, guard: StopGuard, context: BuildContext) -> None:
-        super().__init__(
-            session, guard, context, rank=get_rank(), step=lambda: run.steps, saves=True, say=run.say
-        )
+        super().__init__(session, guard, context, rank=get_rank(), step=lambda: run.steps, saves=True, say=run.say)
         self._run = run
 
     def batches_done(self) -> object:
