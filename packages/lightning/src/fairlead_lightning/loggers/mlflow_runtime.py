@@ -18,9 +18,8 @@ from mlflow.exceptions import MlflowException
 
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.interfaces import BuildContext
-from fairlead_lightning.loggers.again import PENDING, pending_rows, plain_rows
 from fairlead_lightning.loggers.mlflow import MLflowLoggerConfig
-from fairlead_lightning.loggers.positions import resume_position
+from fairlead_lightning.loggers.positions import PENDING, pending_rows, plain_rows, resume_position
 from fairlead_runs.commit import atomic_write
 
 RUN_FILE: Final = "mlflow-run.json"
