@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from wandb_server import Server, serving
 
 pytestmark = pytest.mark.full

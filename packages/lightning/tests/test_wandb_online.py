@@ -135,7 +135,7 @@ def test_a_killed_run_is_one_run_at_the_server(tmp_path: Path) -> None:
         for upload in uploads:
             done = subprocess.run(upload, shell=True, env=environ, capture_output=True, text=True, check=False)
             told += done.stdout + done.stderr
-        assert server.history(identity_of(tmp_path / "offline")) == WHOLE, f"its first start ended with an error\n{told}"
+        assert server.history(identity_of(tmp_path / "offline")) == WHOLE, f"its first start failed\n{told}"
         torn = [row for _, *row in server.history(identity_of(tmp_path / "torn"))]
         twice = [[step, values] for _, step, values in [*WHOLE[:9], *WHOLE[6:]]]
         assert torn == twice, f"steps 4 and 5 are there twice, and nothing is missing: {told}"
