@@ -5,32 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from fairlead.errors import CheckpointError, FairleadError, RunDirectoryError
 from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.run_on_store import RunOnStore, save_records
-from fairlead_runs.commit import (
-    Checkpoint,
-    Fence,
-    RetentionPolicy,
-    Syscalls,
-    best,
-    is_kept_forever,
-    newest_complete,
-    retain,
-)
-from fairlead_runs.commit.checkpoints import readable_checkpoints, to_trash
-from fairlead_runs.commit.files import disk_error, remove_tree
+from fairlead_runs.commit import Checkpoint, Fence, RetentionPolicy, newest_complete, retain
 from fairlead_runs.ownership import owns_nothing
 from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
 from fairlead_runs.remote import retain as retain_remote
 
 log = logging.getLogger("fairlead.checkpoint_io")
-
-_GIB: Final = 1 << 30
 
 
 class _StopUploadingError(Exception):
@@ -49,14 +35,12 @@ class Mirror:
         self._pending: dict[str, Checkpoint] = {}
         self._failed: dict[str, FairleadError] = {}
         self._current: str | None = None
-        self._uploaded: set[str] = set()
         self._policy: RetentionPolicy | None = None
         self._lost: FairleadError | None = None
         self._fence: Fence | None = None
         self._thread: threading.Thread | None = None
         self._record: Callable[..., None] = lambda *_, **__: None
         self._run: Path | None = None
-        self._warned = False
 
     # -- at a start, in the main thread
 
@@ -65,9 +49,7 @@ class Mirror:
         self._run, self._record, self._fence = run, event, fence
         copies = self.remote.claim(run, start)
         here = newest_complete(run / "checkpoints").checkpoint
-        if here is not None and any(copy.same_as(here.manifest) for copy in copies):
-            self._uploaded.add(here.name)
-        elif here is not None:
+        if here is not None and not any(copy.same_as(here.manifest) for copy in copies):
             self._add(here)
 
     # -- during a run
@@ -88,43 +70,6 @@ class Mirror:
                 if name != self._current:
                     del self._pending[name]
                     log.info("%s was replaced by a newer checkpoint before it was uploaded", name)
-
-    def wait_for_space(self) -> None:
-        """Waits until one more checkpoint fits into `keep_local_gib`; raises when no upload can make room."""
-        if self._config.keep_local_gib is None or self._run is None:
-            return
-        limit, said = int(self._config.keep_local_gib * _GIB), False
-        root = self._run / "checkpoints"
-        with self._state:
-            self._failed.clear()  # they are tried once more
-            self._state.notify_all()
-            while True:
-                missing, movable = evict(root, limit, self._uploaded, self._policy, self._fence)
-                waiting = [name for name in movable if name in self._pending]
-                if not missing:
-                    return
-                if not waiting:
-                    if not self._warned:
-                        self._warned = True
-                        log.warning(
-                            "the local checkpoints take more than keep_local_gib=%g: the newest, the best and the next "
-                            "one need %.2f GiB more",
-                            self._config.keep_local_gib,
-                            missing / _GIB,
-                        )
-                    return
-                failed = [self._failed[name] for name in waiting if name in self._failed]
-                if len(failed) == len(waiting) or self._lost is not None:
-                    raise CheckpointError(
-                        "no room for another local checkpoint: those that are here could not be uploaded",
-                        where=str(root),
-                        why=(self._lost or failed[0]).block(),
-                        fix="raise trainer.checkpoint_io.keep_local_gib, or see to the store",
-                    )
-                if not said:
-                    log.warning("training waits: %s must be uploaded to make room (keep_local_gib)", waiting[0])
-                    said = True
-                self._state.wait(1.0)
 
     def wait_uploaded(self, timeout_s: float | None) -> str | None:
         """Waits until everything is uploaded; gives what is not and why, or None.
@@ -210,7 +155,6 @@ class Mirror:
             with self._state:
                 self._current = None
                 if failure is None:
-                    self._uploaded.add(checkpoint.name)
                     self._pending.pop(checkpoint.name, None)
                 else:
                     self._failed[checkpoint.name] = failure
@@ -272,31 +216,3 @@ class Mirror:
     def _sleep(self, seconds: float) -> None:
         if self._closing.wait(seconds):
             raise _StopUploadingError
-
-
-def evict(
-    root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None, fence: Fence | None = None
-) -> tuple[int, list[str]]:
-    """Deletes local copies that the store has, but never the newest, the best and the marked ones.
-
-    Gives the bytes that are lacking for one more of the newest one's size within `limit`, and the names of those that
-    could still go once they are uploaded.
-    """
-    there = readable_checkpoints(root)
-    stay = {there[-1].name} if there else set()
-    if policy is not None and policy.metric is not None:
-        stay.update(item.name for item in best(there, policy.metric, policy.mode)[:1])
-    size = {item.name: item.manifest.size for item in there}
-    missing = sum(size.values()) + (size[there[-1].name] if there else 0) - limit
-    movable = [item for item in there if item.name not in stay and not is_kept_forever(item)]
-    system = Syscalls()
-    for item in movable:
-        if missing <= 0:
-            break
-        if item.name in uploaded:
-            try:
-                remove_tree(to_trash(item.path, system, fence), system)
-            except OSError as error:
-                raise disk_error(error, "cannot delete a local copy", item.path) from error
-            missing -= size[item.name]
-    return max(0, missing), [item.name for item in movable if item.name not in uploaded]

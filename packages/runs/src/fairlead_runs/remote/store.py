@@ -132,19 +132,6 @@ class Store:
 
         return self.retries("list what is there", self.url, found)
 
-    def entry(self, name: str) -> Entry | None:
-        """One object as the store has it now; None where there is none."""
-
-        def found() -> Entry | None:
-            self._fs.invalidate_cache()
-            try:
-                info = self._fs.info(self._path(name))
-            except FileNotFoundError:
-                return None
-            return _entry(info, name) if info.get("type") != "directory" else None
-
-        return self.retries("look at an object", join(self.url, name), found)
-
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None where there is none."""
         try:
