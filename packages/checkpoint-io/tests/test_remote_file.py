@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,12 +59,12 @@ class Gate:
         self.failing = False
         put = Store.put
 
-        def gated(store: Store, file: Path, name: str) -> None:
+        def gated(store: Store, files: Mapping[str, Path], **settings: Any) -> None:
             self.begun.set()
             assert self.open.wait(60)
             if self.failing:
-                raise CheckpointError("cannot write an object", where=name, why="the store is away")
-            put(store, file, name)
+                raise CheckpointError("cannot write an object", where=store.url, why="the store is away")
+            put(store, files, **settings)
 
         monkeypatch.setattr(Store, "put", gated)
 

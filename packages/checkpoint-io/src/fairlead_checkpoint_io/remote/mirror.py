@@ -13,27 +13,29 @@ from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.run_on_store import RunOnStore, save_records
 from fairlead_runs.commit import Checkpoint, Fence, RetentionPolicy, newest_complete, retain
 from fairlead_runs.ownership import owns_nothing
-from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
+from fairlead_runs.remote import Store, discard_incomplete, upload
 from fairlead_runs.remote import retain as retain_remote
 
 log = logging.getLogger("fairlead.checkpoint_io")
 
 
-class _StopUploadingError(Exception):
-    """Leaves an upload: the run is over."""
-
-
 class Mirror:
-    """Copies one run to a store, opened at the run's URL; used by rank 0 only."""
+    """Copies one run to a store, opened at the run's URL; used by rank 0 only.
 
-    def __init__(self, config: RemoteCheckpointIOConfig, store: Store) -> None:
+    Args:
+        config: The backend's.
+        store: For the uploads.
+        at_start: The same place with fewer tries, while a person may be waiting.
+    """
+
+    def __init__(self, config: RemoteCheckpointIOConfig, store: Store, at_start: Store) -> None:
         self._config = config
         self._closing = threading.Event()
-        self._store = store.with_retries(Retries(config.retries, sleep=self._sleep))
-        self.remote = RunOnStore(store, config.retries)
+        self._store = store
+        self.remote = RunOnStore(at_start)
         self._state = threading.Condition()
         self._pending: dict[str, Checkpoint] = {}
-        self._failed: dict[str, FairleadError] = {}
+        self._failure: FairleadError | None = None  # until the next save, or the end, nothing is tried again
         self._current: str | None = None
         self._policy: RetentionPolicy | None = None
         self._lost: FairleadError | None = None
@@ -61,7 +63,7 @@ class Mirror:
         """
         with self._state:
             self._policy = policy
-            self._failed.clear()
+            self._failure = None
             held = {self._current} if self._current is not None else set()
         self._add(checkpoint)
         gone = {item.name for item in retain(checkpoint.path.parent, policy, held=held, fence=self._fence)}
@@ -74,24 +76,23 @@ class Mirror:
     def wait_uploaded(self, timeout_s: float | None) -> str | None:
         """Waits until everything is uploaded; gives what is not and why, or None.
 
-        After `timeout_s` seconds the uploads are given up; None: once each was tried `retries` times more.
+        After `timeout_s` seconds the uploads are given up; None: once they were tried `retries` times more.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._state:
-            self._failed.clear()
+            self._failure = None
             self._state.notify_all()
-            while self._pending.keys() - self._failed.keys() and self._lost is None:
+            while self._pending and self._failure is None and self._lost is None:
                 left = 1.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._state.wait(min(left, 1.0))
-            lost, names, failed = self._lost, sorted(self._pending), list(self._failed.values())
-        if lost is None and not names:
+            reason, names = self._lost or self._failure, sorted(self._pending)
+        if self._lost is None and not names:
             self._last_records()
             return None
         if timeout_s is not None:
             self._closing.set()
-        reason = lost or (failed[0] if failed else None)
         why = reason.block() if reason is not None else f"not finished within {timeout_s:g} s"
         return f"{', '.join(names) or 'the last checkpoint'} is not on {self._store.url} yet: {why}"
 
@@ -133,19 +134,17 @@ class Mirror:
     def _work(self) -> None:
         while True:
             with self._state:
-                while not (waiting := [c for name, c in self._pending.items() if name not in self._failed]):
+                while not self._pending or self._failure is not None:
                     if self._closing.is_set():
                         return
                     self._state.wait(1.0)
                 if self._closing.is_set() or self._lost is not None:
                     return
-                checkpoint = max(waiting, key=lambda item: item.order)
+                checkpoint = max(self._pending.values(), key=lambda item: item.order)
                 self._current = checkpoint.name
             failure: FairleadError | None = None
             try:
                 self._upload(checkpoint)
-            except _StopUploadingError:
-                return
             except FairleadError as error:
                 failure = error
             except Exception as error:  # reported to the thread that trains; an upload must never end in silence
@@ -156,8 +155,8 @@ class Mirror:
                 self._current = None
                 if failure is None:
                     self._pending.pop(checkpoint.name, None)
-                else:
-                    self._failed[checkpoint.name] = failure
+                elif checkpoint.order == max(item.order for item in self._pending.values()):
+                    self._failure = failure  # else a newer one was saved meanwhile, and is tried
                 self._state.notify_all()
             if failure is not None:
                 log.warning("%s was not uploaded, the local copy stays: %s", checkpoint.name, failure.block())
@@ -212,7 +211,3 @@ class Mirror:
             if self._fence is not None and self._fence.lost is None:
                 self._fence.lost = lost  # the training ends with it
             raise lost
-
-    def _sleep(self, seconds: float) -> None:
-        if self._closing.wait(seconds):
-            raise _StopUploadingError

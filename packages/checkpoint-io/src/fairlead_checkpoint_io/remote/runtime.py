@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning.fabric.plugins import CheckpointIO
 
@@ -18,6 +18,8 @@ from fairlead_runs import Fingerprint
 from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
 from fairlead_runs.commit import Checkpoint, Fence, FileHash, RetentionPolicy
 from fairlead_runs.remote import Store, fetch, is_url, split_checkpoint_url
+
+_TRIES_AT_START: Final = 3  # a person may be waiting
 
 
 def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteCheckpointIO:
@@ -102,7 +104,8 @@ class RemoteCheckpointIO(CheckpointIO):
 
     def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> int:
         """Looks at the run's URL; see the protocol."""
-        mirror = Mirror(self._config, self._store(f"{self._config.url.rstrip('/')}/{name}"))
+        url = f"{self._config.url.rstrip('/')}/{name}"
+        mirror = Mirror(self._config, self._store(url), self._store(url, at_most=_TRIES_AT_START))
         mirror.remote.check(fingerprint, new=new)
         self._mirror = mirror
         return mirror.remote.last_start()
@@ -126,8 +129,9 @@ class RemoteCheckpointIO(CheckpointIO):
         """Waits for the uploads; see the protocol."""
         return self._mirror.wait_uploaded(timeout_s) if self._mirror is not None else None
 
-    def _store(self, url: str) -> Store:
-        return Store.open(url, self._config.storage_options, part_mib=self._config.part_mib)
+    def _store(self, url: str, *, at_most: int | None = None) -> Store:
+        tries = self._config.retries if at_most is None else min(at_most, self._config.retries)
+        return Store.open(url, self._config.storage_options, tries=tries, part_mib=self._config.part_mib)
 
 
 class RemoteShardsIO(RemoteCheckpointIO):

@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -100,20 +101,21 @@ def _send_files(
             return True
         # What an earlier attempt has left may be of another content. With encryption by KMS, or other parts than
         # expected, an ETag says nothing of it.
-        return sent and (check == "size" or entry.checksum is None or changed(store, checkpoint, name, expected) is None)
+        by_size = check == "size" or entry.checksum is None
+        return sent and (by_size or changed(store, checkpoint, name, expected) is None)
 
     with ThreadPoolExecutor(threads) as pool:
         try:
             sums = dict(zip(files, pool.map(summed, files.items()), strict=True))
             for tries in range(3):
                 known = store.at(checkpoint).list()
-                there = list(pool.map(lambda name: is_there(name, known, sent=tries > 0), files))
+                there = list(pool.map(partial(is_there, known=known, sent=tries > 0), files))
                 lacking = [name for name, is_right in zip(files, there, strict=True) if not is_right]
                 if not lacking:
                     return
                 if tries == 2:
                     raise _not_as_sent(join(store.url, checkpoint, lacking[0]))
-                list(pool.map(lambda name: store.put(path / name, f"{checkpoint}/{name}"), lacking))
+                store.put({f"{checkpoint}/{name}": path / name for name in lacking}, at_a_time=threads)
         except OSError as error:
             raise disk_error(error, "cannot read a checkpoint that is to be uploaded", path) from error
 
