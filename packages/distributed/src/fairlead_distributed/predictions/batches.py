@@ -22,7 +22,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
 )
 
 from fairlead.errors import ConfigError
@@ -99,8 +98,6 @@ def batches_of(loader: DataLoader[Any], number: int) -> Batches:
     size = batches.batch_size if plain and batches is not None else None
     if plain and (length := _whole(sampler)) is not None:
         return Batches.even(length, size)
-    if plain and type(sampler) is SubsetRandomSampler:
-        return _drawn([[int(index)] for index in sampler.indices], size, type(sampler).__name__)
     source = sampler if plain else batches
     seed = derive_seed("prediction", number)
     inner = getattr(source, "sampler", source)
