@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 import uuid
@@ -36,6 +37,7 @@ from fairlead_runs.commit import (
     Fence,
     LockOwner,
     RetentionPolicy,
+    Syscalls,
     checkpoint_name,
     list_checkpoints,
     publish,
@@ -387,6 +389,16 @@ def test_waiting_for_shards_is_waiting_for_the_inner_backend(url: str) -> None:
     io.submit_shards({}, "x", lambda hashes: None, names=[])
     io.wait()
     assert inner.calls == ["submit", "wait"]
+
+
+def test_a_directory_as_store_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Syscalls, fd: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Syscalls, "fsync", full)
+    with pytest.raises(CheckpointError, match="cannot write an object") as raised:
+        Store.open(f"file://{tmp_path}/store").write("latest", b"x")
+    assert (raised.value.where, raised.value.fix) == (f"file://{tmp_path}/store/latest", "free some space")
 
 
 def test_a_manifest_of_a_stranger_cannot_write_elsewhere(url: str, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import errno
 import itertools
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,7 @@ from fairlead_runs.fingerprints import Difference, Fingerprint
 T = TypeVar("T")
 IDENTITY: Final = "prediction.json"
 LOCK: Final = ".lock"
-_TEMPORARY: Final = (".tmp-", ".lock", ".probe-")
+_TEMPORARY: Final = (".tmp-", ".lock")
 _SEEN_AFTER_S: Final = 5.0  # a network file system shows a new file to the others by then
 _SHOWN: Final = 6
 
@@ -87,13 +86,13 @@ class PredictionFolder:
         self._hashes: dict[str, FileHash] = {}
         self._totals: dict[int, int | None] = {}
         self._under_way: Future[None] | None = None
-        self._here: list[str] = []  # the shards on this rank's disk, where that is another than rank 0's
+        self._here: list[str] = []  # shards that this rank has written or found
         self.complete = False
+        self.sees = True
+        """Whether this rank sees the predictions that `commit` has made complete: the same file system."""
         self.path: Path = on_rank_0(lambda: self._opened(asked, run))
         try:
-            self.sees = self._sees()
-            if not self.sees:  # a disk of this node's own: its shards are sent to rank 0 at the end
-                _made(self.path)
+            _made(self.path)  # it may be a disk of this node's own: its shards are sent to rank 0 at the end
             self.complete = broadcast_object(self.complete)
             self._shards = self._scanned()
         except BaseException:
@@ -149,12 +148,14 @@ class PredictionFolder:
         """Makes the folder readable, once all ranks have written; gathers what is elsewhere. A collective."""
         self.settle()
         if self.complete:
+            self.sees = self._seen()
             return
         sent = self._send_missing()
         hashes = {name: digest for own in gather_objects(self._hashes) for name, digest in own.items()}
         on_rank_0(lambda: self._committed(hashes))
         self.complete = True
-        if not self.sees and not (self.path / MANIFEST).exists():
+        self.sees = self._seen()
+        if not self.sees:
             for name in sent:
                 (self.path / name).unlink(missing_ok=True)
 
@@ -263,35 +264,33 @@ class PredictionFolder:
 
     # -- on all ranks
 
-    def _sees(self) -> bool:
-        """Whether this rank sees what rank 0 writes there: the same file system."""
-        probe = on_rank_0(lambda: _probe(self.path))
+    def _seen(self) -> bool:
         deadline = time.monotonic() + _SEEN_AFTER_S
-        while not (seen := probe.exists()) and time.monotonic() < deadline:
+        while not (seen := (self.path / MANIFEST).exists()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        gather_objects(seen)  # nobody looks any more
-        if self._first:
-            probe.unlink(missing_ok=True)
         return seen
 
     def _scanned(self) -> dict[str, tuple[int, Done]]:
         """The shards that the ranks have on their disks, by name, with their loader. A collective."""
+        names = _shard_names(self.path)
+        of_rank_0 = broadcast_object(names)
         own: dict[str, tuple[int, Done]] = {}
-        if self._first or not self.sees:
-            for name in _shard_names(self.path):
-                try:
-                    shard = ShardFile(self.path / name)
-                except CheckpointError as error:
-                    error.fix = error.fix or "delete this file and start again: its batches are predicted once more"
-                    raise
-                if shard.fingerprint == self.fingerprint:
-                    own[name] = _shard_done(shard)
+        for name in names:
+            if name in of_rank_0 and not self._first:
+                continue
+            try:
+                shard = ShardFile(self.path / name)
+            except CheckpointError as error:
+                error.fix = error.fix or "delete this file and start again: its batches are predicted once more"
+                raise
+            if shard.fingerprint == self.fingerprint:
+                own[name] = _shard_done(shard)
         self._here = list(own)
         return {name: done for part in gather_objects(own) for name, done in part.items()}
 
     def _send_missing(self) -> list[str]:
         """Brings to rank 0's folder the shards that only other ranks have; returns those this one has sent."""
-        everyone = gather_objects(self._here if not self.sees else [])
+        everyone = gather_objects(self._here)
         there = set(broadcast_object(os.listdir(self.path) if self._first else []))
         sent: list[str] = []
         for rank, names in enumerate(everyone):
@@ -330,15 +329,6 @@ def last_number(run: Path) -> int:
 
 def _shard_names(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(path) if name.startswith("loader-") and name.endswith(".safetensors"))
-
-
-def _probe(path: Path) -> Path:
-    probe = path / f".probe-{secrets.token_hex(8)}"
-    try:
-        probe.touch()
-    except OSError as error:
-        raise _full(error, path) from error
-    return probe
 
 
 def _locked(path: Path) -> Lock:

@@ -157,9 +157,6 @@ class Store:
                 with file.open("rb") as source:
                     self._replace(name, partial(shutil.copyfileobj, source, length=MIB))
 
-    def _together(self, count: int) -> dict[str, int]:
-        return {"batch_size": count} if self._fs.async_impl else {}
-
     def get(self, files: Mapping[str, Path], *, at_a_time: int = 8) -> None:
         """Downloads objects, by their names here, into files, so many at a time; their contents are not checked."""
         with self._asking("download an object", next(iter(files)) if len(files) == 1 else ""):
@@ -183,6 +180,9 @@ class Store:
             if not is_of_a_store(error):
                 raise
             raise store_error(error, what, join(self.url, name)) from error
+
+    def _together(self, count: int) -> dict[str, int]:
+        return {"batch_size": count} if self._fs.async_impl else {}
 
     def _replace(self, name: str, content: Content) -> None:
         """A store answers when an object is durable, and whole; a file has to be told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import sys
 from typing import Any, Final
@@ -48,6 +49,8 @@ def _advice(error: BaseException) -> str:
             "check the credentials of this machine (AWS_ACCESS_KEY_ID, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS), "
             "and that they may list, read, write and delete there"
         )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space"
     if isinstance(error, FileNotFoundError):
         return "make the bucket, or correct the URL"
     if isinstance(error, (FileExistsError, NotADirectoryError, IsADirectoryError)) or name.startswith(_SETTINGS):
