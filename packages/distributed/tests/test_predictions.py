@@ -239,7 +239,7 @@ def test_the_batches_of_a_loader() -> None:
     assert numbers(batch_size=4, sampler=DistributedSampler(range(9), 2, 1)) == whole  # type: ignore[arg-type]
     assert numbers(batch_size=2, sampler=Backwards()) == [[8, 6], [4, 2], [0]]
     subset = numbers(batch_size=2, sampler=SubsetRandomSampler([5, 1, 3]))
-    assert (sorted(index for batch in subset for index in batch), [len(batch) for batch in subset]) == ([1, 3, 5], [2, 1])
+    assert sorted(index for batch in subset for index in batch) == [1, 3, 5]
     assert numbers(batch_size=None) == [[n] for n in range(9)]
     drawn = numbers(batch_sampler=Buckets())
     assert [len(batch) for batch in drawn] == [1, 3, 2]

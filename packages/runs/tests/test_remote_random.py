@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 
 import pytest
 
@@ -16,4 +18,15 @@ def test_tries_of_a_request_draw_from_a_generator_of_their_own() -> None:
     Store.open("s3://bucket/prefix", {"anon": True})
     before = random.getstate()
     retryhandler.delay_exponential("rand", 2, 3)
+    assert random.getstate() == before
+
+
+def test_so_do_those_of_google(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gcsfs has it, which is not installed here: `random.random()` in a module of this name."""
+    module = types.ModuleType("gcsfs.retry")
+    exec("import random\ndef pause():\n    return random.random()", vars(module))
+    monkeypatch.setitem(sys.modules, "gcsfs.retry", module)
+    Store.open("memory://bucket")
+    before = random.getstate()
+    module.pause()
     assert random.getstate() == before

@@ -11,7 +11,10 @@ from fairlead.errors import CheckpointError, FairleadError
 from fairlead_runs.redaction import redact_text
 
 _PAUSES: Final = random.SystemRandom()  # the global generator is the training's
-_DRAWING: Final = ("botocore.retryhandler", "botocore.utils", "aiohttp.connector")
+_DRAWING: Final = (
+    *("botocore.retryhandler", "botocore.utils", "aiohttp.connector"),
+    *("gcsfs.retry", "google.auth._exponential_backoff"),
+)
 # The libraries of the stores, whose own errors are mostly of the network.
 _LIBRARIES: Final = ("aiohttp", "aiobotocore", "botocore", "gcsfs", "google", "azure", "adlfs", "requests", "urllib3")
 # Those of them that are about who asks, and what for.
