@@ -121,34 +121,34 @@ class RunLogger(WandbLogger):
     def _resume(self, run: Any) -> None:
         """Logs what W&B lacks of earlier starts, and notes how many rows of this one it has already."""
         if self._mode == "online":
-            there, self._repeated_to = run.starting_step, int(run.summary.get(STEP, -1))
+            stored, self._repeated_to = run.starting_step, int(run.summary.get(STEP, -1))
         else:
-            there, self._repeated_to = self._recorded(run)
-            if there:
-                run.log({}, step=there)  # W&B's own count of rows goes on
-        lacking = self._count - there
-        self._repeated = max(0, -lacking)
-        rows = self._last(lacking)
-        if lacking > len(rows):
-            rank_zero_warn(f"W&B lacks {lacking - len(rows)} rows of earlier starts; metrics.csv has them")
-        self._count = there
+            stored, self._repeated_to = self._recorded(run)
+            if stored:
+                run.log({}, step=stored)  # W&B's own count of rows continues
+        missing = self._count - stored
+        self._repeated = max(0, -missing)
+        rows = self._last(missing)
+        if missing > len(rows):
+            rank_zero_warn(f"W&B lacks {missing - len(rows)} rows of earlier starts; metrics.csv has them")
+        self._count = stored
         self._recent.clear()
         for step, values in rows:
             self._log(run, step, values)
 
     def _recorded(self, run: Any) -> tuple[int, int]:
         """How many rows are in the records of earlier starts, and the step of the last one, as far as is known."""
-        stored = stored_run(self._run_file)
-        sure = max(0, self._count - len(self._recent))
-        if "rows" in stored:
+        known = stored_run(self._run_file)
+        written = max(0, self._count - len(self._recent))
+        if "rows" in known:
             self._write_run_file()  # this start may be killed
-            return max(stored["rows"], sure), stored["step"]
+            return max(known["rows"], written), known["step"]
         if len(list(Path(run.dir).parent.parent.glob(f"offline-run-*-{run.id}"))) > 1:
             rank_zero_warn(
                 "W&B: the start before this one was killed while it recorded offline: the steps since shortly before "
                 "its checkpoint are recorded again, and an upload shows them twice"
             )
-        return sure, -1
+        return written, -1
 
     def _log(self, run: Any, step: int | None, values: dict[str, Any]) -> None:
         now = time.monotonic()
