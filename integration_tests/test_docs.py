@@ -441,7 +441,7 @@ def test_the_readmes_commands_are_those_that_are_run() -> None:
 def test_the_readmes_install_lines_are_those_that_are_run() -> None:
     """Session `isolated` runs each as it stands: a login node, one machine, and a cluster with an engine."""
     lines = readme_lines()
-    assert list(lines) == ["lightning", "check", "slurm,deepspeed"]
+    assert list(lines) == ["lightning", "torch", "check", "slurm,deepspeed"]
     assert set(OLD_PIP) < set(lines)
     noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     assert '"--readme"' in noxfile.partition("def isolated(")[2].partition("@nox")[0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from fairlead_runs.commit import Checkpoint, RetentionPolicy, checkpoint_name, p
 from fairlead_runs.commit import list_checkpoints as local
 from fairlead_runs.remote import (
     DamagedCopyError,
-    Retries,
     Store,
     discard_incomplete,
     download,
@@ -35,7 +36,7 @@ from integration_tests.s3 import S3, s3_server
 
 PART = 5 << 20
 LARGE = 2 * PART + 12345  # three parts
-QUICK = Retries(4, first_s=0.01, longest_s=0.02)
+QUICK = 2
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def s3(server: S3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
 
 @pytest.fixture
 def store(s3: S3) -> Store:
-    return Store.open("s3://runs-bucket/prefix/gpt", retries=QUICK, part_mib=5)
+    return Store.open("s3://runs-bucket/prefix/gpt", tries=QUICK, part_mib=5)
 
 
 def saved(root: Path, step: int, size: int = 1000, start: int = 1, **metrics: float) -> Checkpoint:
@@ -99,15 +100,17 @@ def test_a_part_that_fails_is_sent_again(store: Store, s3: S3, tmp_path: Path, h
     here = saved(tmp_path / "a", 1, LARGE)
     part = 3 if how == "truncate" else 2  # a store refuses a part in the middle that is too small
     fault = s3.faults.add(how, "PUT", rf"state\.ckpt.*partNumber={part}")
+    before = random.getstate()
     upload(here.path, store)
     assert fault.met.is_set()
+    assert random.getstate() == before, "the pauses of the store's library draw from a generator of their own"
     assert content(download(store, list_checkpoints(store)[0], tmp_path / "b").path) == content(here.path)
 
 
 def test_a_store_that_does_not_answer_times_out(s3: S3, tmp_path: Path) -> None:
     here = saved(tmp_path / "a", 1)
     options = {"config_kwargs": {"read_timeout": 1}}
-    store = Store.open("s3://runs-bucket/hang", options, retries=QUICK)
+    store = Store.open("s3://runs-bucket/hang", options, tries=QUICK)
     fault = s3.faults.add("hang", "PUT", "state.ckpt", times=1)
     upload(here.path, store)
     assert fault.met.is_set()
@@ -123,8 +126,7 @@ def test_a_store_that_stays_away_is_an_error_that_says_so_and_leaves_no_checkpoi
     s3.faults.add("500", "PUT", r"step-00000002/ranks", times=1000)
     with pytest.raises(CheckpointError, match="cannot write an object") as raised:
         upload(new.path, store)
-    assert "step-00000002/ranks/rank-00000.pt" in str(raised.value)
-    assert "4 tries" in str(raised.value)
+    assert "internal error" in str(raised.value)
     newest = newest_complete(store)
     assert newest.checkpoint is not None
     assert newest.checkpoint.name == "step-00000001"
@@ -137,12 +139,12 @@ def test_a_store_that_stays_away_is_an_error_that_says_so_and_leaves_no_checkpoi
 @pytest.mark.full
 def test_what_an_earlier_attempt_has_uploaded_is_not_sent_again(store: Store, s3: S3, tmp_path: Path) -> None:
     here = saved(tmp_path / "a", 1, LARGE)
-    s3.faults.add("500", "PUT", r"ranks", times=1000)
+    s3.faults.add("500", "PUT", r"state\.ckpt", times=1000)
     with pytest.raises(CheckpointError):
         upload(here.path, store, threads=1)
     s3.faults.clear()
     upload(here.path, store)
-    assert not [r for r in s3.faults.requests if r.startswith("PUT") and "state.ckpt" in r]
+    assert not [r for r in s3.faults.requests if r.startswith("PUT") and "ranks" in r]
     assert verify(store, list_checkpoints(store)[0], deep=True) == []
 
 
@@ -240,7 +242,7 @@ def test_a_process_killed_in_an_upload_leaves_the_one_before(store: Store, s3: S
 
 
 def test_a_wrong_bucket_says_so(s3: S3, tmp_path: Path) -> None:
-    store = Store.open("s3://no-such-bucket/x", retries=QUICK)
+    store = Store.open("s3://no-such-bucket/x", tries=QUICK)
     with pytest.raises(CheckpointError) as raised:
         upload(saved(tmp_path / "a", 1).path, store)
     assert "make the bucket, or correct the URL" in str(raised.value)
@@ -251,26 +253,25 @@ def test_wrong_credentials_say_so_and_show_nothing(s3: S3, tmp_path: Path) -> No
     s3.check_credentials_after(0)
     try:
         with pytest.raises(CheckpointError) as raised:
-            Store.open("s3://runs-bucket/x", retries=QUICK).write("latest", b"x")
+            Store.open("s3://runs-bucket/x", tries=QUICK).write("latest", b"x")
     finally:
         s3.check_credentials_after(float("inf"))
     assert "check the credentials of this machine" in str(raised.value)
     assert "hidden-secret-value" not in str(raised.value)
-    assert "tries" not in str(raised.value)
 
 
 def test_no_credentials_say_so(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(CheckpointError) as raised:
-        Store.open("s3://runs-bucket/x", retries=QUICK).write("latest", b"x")
+        Store.open("s3://runs-bucket/x", tries=QUICK).write("latest", b"x")
     assert "check the credentials of this machine" in str(raised.value)
 
 
 def test_no_network_says_so(monkeypatch: pytest.MonkeyPatch, s3: S3) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
     with pytest.raises(CheckpointError) as raised:
-        Store.open("s3://runs-bucket/x", retries=QUICK).list()
+        Store.open("s3://runs-bucket/x", tries=QUICK).list()
     assert "check the network" in str(raised.value)
 
 
@@ -389,12 +390,14 @@ def test_a_stop_ends_in_time_though_the_store_hangs_and_the_next_start_uploads(s
     remote = {"name": "remote", "url": "s3://runs-bucket/slow", "inner": "torch", "stop_wait_s": 2.0}
     trainer = {"devices": 1, "strategy": "auto", "checkpoint_io": remote}
     job = repository(tmp_path / "user", job=changed(JOB, trainer=trainer, model={"args": {"width": 4, "delay": 0.4}}))
-    held = s3.faults.add("hang", "PUT", r"small/step-\d+/manifest", times=100)
+    held = s3.faults.add("hang", "PUT", r"small/step-\d+/state", times=100)
     running = start("fit", str(job), cwd=tmp_path, environ=s3.environ)
     running.until(held.met.is_set, "an upload")
+    stopped_at = time.monotonic()
     running.process.send_signal(signal.SIGTERM)
     stopped = running.end()
     assert stopped.code == 143, stopped.text
+    assert time.monotonic() - stopped_at < 30, "what the store still keeps waiting is not waited for"
     assert "is not on s3://runs-bucket/slow/small yet: not finished within" in stopped.text
     saved = [checkpoint.step for checkpoint in local(tmp_path / "runs/small/checkpoints")]
     assert saved

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
 import pickle
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,6 @@ from fairlead_checkpoint_io import (
 from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpointIO
 from fairlead_checkpoint_io.remote.runtime import RemoteCheckpointIO, RemoteShardsIO, build
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
-from fairlead_distributed.testing import run_ranks
 from fairlead_runs import fingerprint
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, ShardedLoads, ShardedSaves
 from fairlead_runs.commit import (
@@ -38,6 +37,7 @@ from fairlead_runs.commit import (
     Fence,
     LockOwner,
     RetentionPolicy,
+    Syscalls,
     checkpoint_name,
     list_checkpoints,
     publish,
@@ -61,12 +61,12 @@ class Gate:
         self.failing = False
         put = Store.put
 
-        def gated(store: Store, file: Path, name: str) -> None:
+        def gated(store: Store, files: Mapping[str, Path], **settings: Any) -> None:
             self.begun.set()
             assert self.open.wait(60)
             if self.failing:
-                raise CheckpointError("cannot write an object", where=name, why="the store is away")
-            put(store, file, name)
+                raise CheckpointError("cannot write an object", where=store.url, why="the store is away")
+            put(store, files, **settings)
 
         monkeypatch.setattr(Store, "put", gated)
 
@@ -147,49 +147,16 @@ def test_the_one_being_uploaded_stays_and_one_that_was_replaced_is_not_uploaded(
     io.teardown()
 
 
-def test_a_save_waits_for_an_upload_that_makes_room(
-    url: str, tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
-    io, run = remote(url, keep_local_gib=2.5 / 1024), tmp_path / "gpt"
-    begun(io, run)
-    gate.open.clear()
-    for step in (1, 2):
-        io.committed(saved(run, step, MIB), RetentionPolicy(last=5))
-    done = threading.Event()
-
-    def save() -> None:
-        io.save_checkpoint({"w": torch.zeros(1)}, tmp_path / "next.ckpt")
-        done.set()
-
-    with caplog.at_level(logging.WARNING):
-        thread = threading.Thread(target=save)
-        thread.start()
-        assert gate.begun.wait(60)
-        assert not done.wait(0.5)
-        assert here(run) == [1, 2]
-        gate.open.set()
-        thread.join(60)
-    assert done.is_set()
-    assert "must be uploaded to make room" in caplog.text
-    assert here(run) == [2]
-    assert io.wait_uploaded() is None
-    assert there(url) == [1, 2]
-    io.teardown()
-
-
-def test_when_uploads_fail_nothing_is_deleted_for_room_and_the_save_says_so(
-    url: str, tmp_path: Path, gate: Gate
-) -> None:
-    io, run = remote(url, keep_local_gib=2.5 / 1024), tmp_path / "gpt"
+def test_an_upload_that_failed_is_said_and_tried_again(url: str, tmp_path: Path, gate: Gate) -> None:
+    io, run = remote(url), tmp_path / "gpt"
     events = begun(io, run)
     gate.failing = True
     for step in (1, 2):
         io.committed(saved(run, step, MIB), RetentionPolicy(last=5))
-    with pytest.raises(CheckpointError, match="could not be uploaded") as raised:
-        io.save_checkpoint({"w": torch.zeros(1)}, tmp_path / "next.ckpt")
-    assert "the store is away" in str(raised.value)
+    lacking = io.wait_uploaded()
+    assert lacking is not None
+    assert "the store is away" in lacking
     assert here(run) == [1, 2]
-    assert io.wait_uploaded() is not None  # the second one has had its turn, too
     assert ("upload-failed", "step-00000002") in [(name, fields["checkpoint"]) for name, fields in events]
     gate.failing = False
     assert io.wait_uploaded() is None  # tried again
@@ -421,41 +388,17 @@ def test_waiting_for_shards_is_waiting_for_the_inner_backend(url: str) -> None:
     io = RemoteShardsIO(RemoteCheckpointIOConfig(url=url), inner)
     io.submit_shards({}, "x", lambda hashes: None, names=[])
     io.wait()
-    assert inner.calls == ["meet", "submit", "wait"]
+    assert inner.calls == ["submit", "wait"]
 
 
-def bounded(rank: int, folder: str) -> list[str]:
-    """Two ranks save with a small local disk; rank 0 alone makes room, first it can and then it cannot."""
-    run, told = Path(folder, "gpt"), []
-    inner: Any = Shards()
-    config = RemoteCheckpointIOConfig(url=f"file://{folder}/store", keep_local_gib=2.5 / 1024, retries=1)
-    io = RemoteShardsIO(config, inner)
-    if rank == 0:
-        begun(io, run)
-        for step in (1, 2):
-            io.committed(saved(run, step, MIB), RetentionPolicy(last=5))
-    io.submit_shards({}, run / "3", lambda hashes: None, names=[])
-    if rank == 0:
-        assert here(run) == [2]
-        Path(folder, "store").rename(f"{folder}/away")
-        Path(folder, "store").write_bytes(b"")
-        io.committed(saved(run, 3, MIB), RetentionPolicy(last=5))
-        io.committed(saved(run, 4, MIB), RetentionPolicy(last=5))
-    try:
-        io.submit_shards({}, run / "5", lambda hashes: None, names=[])
-    except CheckpointError as error:
-        told.append(str(error))
-    torch.distributed.barrier()
-    return [*told, *inner.calls]
+def test_a_directory_as_store_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Syscalls, fd: int) -> None:
+        raise OSError(28, os.strerror(28))
 
-
-def test_all_ranks_wait_for_room_and_hear_when_there_is_none(tmp_path: Path) -> None:
-    """Rank 0 alone knows the store; an error of it that the others did not hear of would have them wait."""
-    for said, *calls in run_ranks(bounded, 2, str(tmp_path), timeout=120):
-        assert "there is no room for another local checkpoint" in said
-        assert "rank 0: no room for another local checkpoint: those that are here could not be uploaded" in said
-        assert f"{tmp_path}/gpt/5" in said
-        assert calls == ["meet", "submit", "meet"]
+    monkeypatch.setattr(Syscalls, "fsync", full)
+    with pytest.raises(CheckpointError, match="cannot write an object") as raised:
+        Store.open(f"file://{tmp_path}/store").write("latest", b"x")
+    assert (raised.value.where, raised.value.fix) == (f"file://{tmp_path}/store/latest", "free some space")
 
 
 def test_a_manifest_of_a_stranger_cannot_write_elsewhere(url: str, tmp_path: Path) -> None:
@@ -486,7 +429,6 @@ def test_a_ranks_copy_of_the_backend_has_no_thread(url: str, tmp_path: Path) -> 
         ({"url": "s3://bucket/../x"}, "has a `.`"),
         ({"url": "s3://b/x", "storage_options": {"secret": "hidden"}}, "is a secret"),
         ({"url": "s3://b/x", "storage_options": {"client_kwargs": {"aws_session_token": "hidden"}}}, "is a secret"),
-        ({"url": "s3://b/x", "keep_local_gib": 0}, "greater than 0"),
         ({"url": "s3://b/x", "part_mib": 1}, "greater than or equal to 5"),
         ({"url": "s3://b/x", "inner": {"name": "remote", "url": "s3://b/y"}}, "cannot write through itself"),
     ],

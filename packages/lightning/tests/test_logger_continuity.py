@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fairlead_lightning.loggers.wandb_record import RecordFile, earlier_rows
+from wandb_server import Server, serving
 
 pytestmark = pytest.mark.full
 
@@ -48,10 +47,8 @@ class Killed(Line):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.5)
                 return
-            if self.how == "written":
-                time.sleep(0.5)  # until W&B has written what was logged
-            else:  # the whole job, as a scheduler kills it: what W&B has not written is gone
-                end_wandb(signal.SIGKILL)
+            time.sleep(0.5)  # until W&B has written what was logged
+            end_wandb(signal.SIGKILL)  # the whole job, as a scheduler kills it
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -59,7 +56,7 @@ def start(run, at=-1, how=""):
     child = os.fork()
     if not child:
         try:
-            os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.1" if how == "written" else "0"
+            os.environ["WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"] = "0.1" if how == "" else "0"
             model = Killed()
             model.at, model.how = at, how
             fit(root, {"name": run}, model=model, max_epochs=3, loggers=LOGGERS, checkpoint={"every_n_steps": 4})
@@ -81,7 +78,6 @@ assert start("whole") == 0
 assert start("alone", 10, "alone") == 0
 assert start("killed", 2) == -signal.SIGKILL  # before its first checkpoint
 assert start("killed", 11) == -signal.SIGKILL
-assert start("killed", 15, "written") == -signal.SIGKILL
 assert start("killed", 18, "stopped") == 143
 assert start("killed", 20, "terminated") == 143
 assert start("killed") == 0
@@ -100,10 +96,18 @@ def board(run: Path) -> list[Any]:
     )
 
 
-def wandb_rows(run: Path) -> list[Any]:
-    """W&B's rows as a server gets them from its files, one start after another: number, step, values."""
+def wandb_rows(server: Server, run: Path, environ: dict[str, str]) -> list[Any]:
+    """W&B's rows as a server gets them from its files, one start after another: step, values."""
     identity = json.loads((run / "wandb-run.json").read_text())["id"]
-    return [(row.number, row.step, row.values) for row in earlier_rows(run, identity)]
+    environ = {**environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "WANDB_RESUME": "allow"}
+    for folder in sorted(run.glob("wandb/offline-run-*")):
+        subprocess.run([Path(sys.executable).parent / "wandb", "sync", folder], env=environ, check=False, timeout=60)
+    return [(step, values) for _, step, values in server.history(identity)]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Whether the same rows are there, however often."""
+    return all(row in other for row in one) and all(row in one for row in other)
 
 
 def mlflow_points(run: Path) -> list[Any]:
@@ -136,16 +140,15 @@ def test_a_killed_run_is_one_run_in_every_logger(tmp_path: Path) -> None:
     assert board(killed) == points
     assert max(Counter((tag, step) for tag, step, _ in points).values()) == 1
 
-    rows = wandb_rows(whole)
-    assert [number for number, _, _ in rows] == list(range(24 + 3))
-    assert [step for _, step, values in rows if "train/loss" in values] == list(range(24))
-    assert wandb_rows(killed) == rows
-    assert wandb_rows(tmp_path / "alone") == rows, "what its process had not recorded is logged at the run's end"
-    records = [RecordFile(path) for path in sorted(killed.glob("wandb/offline-run-*/*.wandb"))]
-    written = [len(list(record.rows())) for record in records]
-    assert len(written) == 3, "of the others W&B had written nothing: it is logged again, and their files set aside"
-    assert written[0] > 8, "there are rows which the next start does not log again"
-    assert ["preempting" in record.kinds for record in records] == [False, True, False], "the stop says so"
+    with serving() as server:
+        rows = wandb_rows(server, whole, environ)
+        assert len(rows) == 24 + 3
+        assert [step for step, values in rows if "train/loss" in values] == list(range(24))
+        alone = wandb_rows(server, tmp_path / "alone", environ)
+        assert same(alone, rows), "what its process had not recorded is logged at the run's end"
+        again = wandb_rows(server, killed, environ)
+        assert same(again, rows), "after a kill rather twice than not at all"
+        assert server.preempting == {json.loads((killed / "wandb-run.json").read_text())["id"]}, "the stop says so"
     assert done.stderr.count("W&B's process has ended before this one") == 2
     assert "Traceback" not in done.stderr
 

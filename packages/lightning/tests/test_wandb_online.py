@@ -33,7 +33,7 @@ plugins = PluginManager()
 root = Path(sys.argv[1])
 
 
-def start(name, begin, end, *, save=None, kill=None, offline=False, stop=False):
+def start(name, begin, end, *, save=None, kill=None, offline=False, stop=False, fails=False):
     \"\"\"Logs steps; keeps the positions after step `save`; `kill` says how it dies behind the last one.\"\"\"
     child = os.fork()
     if child:
@@ -53,13 +53,19 @@ def start(name, begin, end, *, save=None, kill=None, offline=False, stop=False):
         if step % 2:
             logger.log_metrics({"val": step / 10, "epoch": 0}, step)
         if step == save:
+            if kill == "written":
+                time.sleep(2.5)  # what is older than that is in W&B's record
             saved.write_text(json.dumps(logger_positions([logger])))
     if kill == "arrived":
         (run / "logged").touch()
         while not (run / "arrived").exists():
             time.sleep(0.05)
     if kill == "written":
-        time.sleep(1.5)
+        time.sleep(2.5)
+    if fails:
+        logger.finalize("failed")
+        logger._experiment.finish()
+        os._exit(1)
     if kill:
         end_wandb(signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -74,12 +80,14 @@ assert start("lost", 0, 6, save=3, kill="at once") == -signal.SIGKILL
 assert start("lost", 4, 8) == 0
 assert start("arrived", 0, 6, save=3, kill="arrived") == -signal.SIGKILL
 assert start("arrived", 4, 8, stop=True) == 0
-assert start("offline", 0, 3, save=1, kill="at once", offline=True) == -signal.SIGKILL
-assert start("offline", 2, 6, save=3, kill="written", offline=True) == -signal.SIGKILL
-(torn,) = (root / "offline/wandb").glob("offline-run-*/run-*.wandb")
+assert start("offline", 0, 6, save=3, fails=True, offline=True) == 1
+time.sleep(1.1)  # W&B names the folder of a start by the second
+assert start("offline", 4, 8, offline=True) == 0
+assert start("torn", 0, 6, save=3, kill="written", offline=True) == -signal.SIGKILL
+(torn,) = (root / "torn/wandb").glob("offline-run-*/run-*.wandb")
 with torn.open("ab") as file:
     file.write(b"half a record")
-assert start("offline", 4, 8, offline=True) == 0
+assert start("torn", 4, 8, offline=True) == 0
 """
 
 WHOLE = [
@@ -98,7 +106,7 @@ def test_a_killed_run_is_one_run_at_the_server(tmp_path: Path) -> None:
         environ |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40, "WANDB_SILENT": "true"}
         environ |= {"WANDB_X_DISABLE_STATS": "true", "WANDB_X_DISABLE_META": "true", "WANDB_CONSOLE": "off"}
         environ |= {"WANDB_X_SAVE_REQUIREMENTS": "false", "HOME": str(tmp_path)}
-        environ |= {"PYTHONWARNINGS": "ignore"}
+        environ |= {"PYTHONWARNINGS": "ignore::DeprecationWarning"}
         command = [sys.executable, "-c", JOB, str(tmp_path), str(Path(__file__).parent)]
         with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
             there = tmp_path / "arrived"
@@ -120,12 +128,18 @@ def test_a_killed_run_is_one_run_at_the_server(tmp_path: Path) -> None:
         assert server.preempting == {identity_of(there)}
 
         assert server.history(identity_of(tmp_path / "offline")) == []
-        upload = said.splitlines()[-1].strip()
-        assert upload.startswith("WANDB_RESUME=allow wandb sync "), said
+        uploads = [line.strip() for line in said.splitlines() if "wandb sync" in line]
+        assert [("/offline/" in upload, "/torn/" in upload) for upload in uploads] == [(True, False), (False, True)]
         environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
-        done = subprocess.run(upload, shell=True, env=environ, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert server.history(identity_of(tmp_path / "offline")) == WHOLE
+        told = ""
+        for upload in uploads:
+            done = subprocess.run(upload, shell=True, env=environ, capture_output=True, text=True, check=False)
+            told += done.stdout + done.stderr
+        assert server.history(identity_of(tmp_path / "offline")) == WHOLE, f"its first start failed\n{told}"
+        torn = [row for _, *row in server.history(identity_of(tmp_path / "torn"))]
+        twice = [[step, values] for _, step, values in [*WHOLE[:9], *WHOLE[6:]]]
+        assert torn == twice, f"steps 4 and 5 are there twice, and nothing is missing: {told}"
+        assert errors.count("killed while it recorded offline") == 1
 
 
 def identity_of(run: Path) -> str:

@@ -41,12 +41,13 @@ class Server(ThreadingHTTPServer):
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if operation == "RunResumeStatus":
             lines = self.history(run)
-            tail = json.dumps([json.dumps(line) for line in list(self.rows.get(run, {}).values())[-1:]])
+            last = [line for _, line in sorted(self.rows.get(run, {}).items())][-1:]
+            tail = json.dumps([json.dumps(line) for line in last])
             counts = {"historyLineCount": len(lines), "logLineCount": 0, "eventsLineCount": 0}
             more = {
                 "historyTail": tail,
                 "eventsTail": "[]",
-                "summaryMetrics": "{}",
+                "summaryMetrics": json.dumps(last[0] if last else {}),
                 "tags": [],
                 "wandbConfig": '{"t":1}',
             }

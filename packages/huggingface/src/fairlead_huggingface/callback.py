@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,6 +22,7 @@ from fairlead_distributed.run.open_run import OpenRun, Stopped
 from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
+from fairlead_huggingface import compat
 from fairlead_runs.guard import StopGuard
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_runs.metrics_file import MetricsFile
@@ -85,7 +83,7 @@ class Fairlead(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The Trainer is made: from here on its `train` is a fit of the run."""
-        trainer = _maker(args)
+        trainer = compat.maker(args)
         train = trainer.train
 
         def in_a_run(resume_from_checkpoint: Any = None, *more: Any, **named: Any) -> Any:
@@ -150,19 +148,6 @@ class Fairlead(TrainerCallback):
         return self._of
 
 
-def _maker(args: TrainingArguments) -> Trainer:
-    """The Trainer that calls `on_init_end`: no hook is told of it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        made = frame.f_locals.get("self")
-        if isinstance(made, Trainer) and made.args is args:
-            return made
-        frame = frame.f_back
-    raise ConfigError(
-        "no Trainer has made this callback", where="Fairlead", fix="Trainer(..., callbacks=[Fairlead(...)])"
-    )
-
-
 class _TrainerRun(OpenRun):
     """One call of `trainer.train`."""
 
@@ -194,7 +179,7 @@ class _TrainerRun(OpenRun):
             self._open({**settings, **limits}, {"model": model} if model is not None else {}, "Trainer")
             session = self._opened()
             resume = str(session.checkpoint) if session.checkpoint is not None else None
-            with self._committed_saves():
+            with compat.saves_through(self._hf, self._save):
                 result = train(resume, *more, **named)
             self._finish()
         except BaseException as error:
@@ -229,7 +214,7 @@ class _TrainerRun(OpenRun):
             assert session.checkpoint is not None
             first = self._saves.part(session.checkpoint, 0)
             self._log_from(self.steps, resume_position(first, MetricsFile.position_key))
-            self._saves.restore_loss(session.checkpoint)
+            compat.restore_loss(self._hf, self._saves.part(session.checkpoint, get_rank()))
         else:
             self._log_from(None, None)
         session.begin(step=self.steps, epoch=int(state.epoch or 0))
@@ -272,22 +257,7 @@ class _TrainerRun(OpenRun):
             self._metrics.add(state.global_step, {"epoch": float(state.epoch or 0), **found})
             self._metrics.flush()
 
-    @contextmanager
-    def _committed_saves(self) -> Iterator[None]:
-        """While it trains, the Trainer's own saves are committed into the run directory."""
-        trainer: Any = self._hf
-        own_save = trainer._save_checkpoint
-
-        def save(model: Any, trial: Any, *more: Any, **named: Any) -> None:
-            self._save(lambda: own_save(model, trial, *more, **named))
-
-        trainer._save_checkpoint = save
-        try:
-            yield
-        finally:
-            del trainer._save_checkpoint
-
-    def _save(self, write: Any) -> None:
+    def _save(self, write: Callable[[], None]) -> None:
         saves, session = self._saves, self._opened()
         if saves is None or self.finished is not None:
             return
@@ -360,7 +330,7 @@ class _TrainerCheckpoints(Commits):
 
         def through_trainer(file: Path, commit: Commit) -> Problem:
             error: Problem = None
-            with self._into(file.parent):
+            with compat.writes_into(self._trainer, file.parent):
                 try:
                     write()
                 except write_errors() as raised:
@@ -377,7 +347,7 @@ class _TrainerCheckpoints(Commits):
 
             return raised_by(publish)
 
-        own = {LOGGER_POSITIONS: dict(positions), **self._loss()}
+        own = {LOGGER_POSITIONS: dict(positions), **compat.loss_since_log(self._trainer)}
         saved = self.commit(step, lambda: own, through_trainer, metrics, metadata)
         self._find_best(state)
         return saved
@@ -387,29 +357,6 @@ class _TrainerCheckpoints(Commits):
         path = file.parent / rank_file(rank)
         found: Any = load_part(path) if path.exists() else {}
         return found if isinstance(found, Mapping) else {}
-
-    def _loss(self) -> dict[str, Any]:
-        """The losses since the Trainer has logged last, which it forgets in its own checkpoints."""
-        trainer: Any = self._trainer
-        return {"loss": trainer._tr_loss.detach().cpu().clone(), "logged": int(trainer._globalstep_last_logged)}
-
-    def restore_loss(self, file: Path) -> None:
-        """Has the first mean that is logged be that of an undisturbed training."""
-        trainer: Any = self._trainer
-        found = self.part(file, self._rank)
-        if "loss" in found:
-            trainer._tr_loss += found["loss"].to(trainer._tr_loss.device)
-            trainer._globalstep_last_logged = found["logged"]
-
-    @contextmanager
-    def _into(self, folder: Path) -> Iterator[None]:
-        """While it saves, the Trainer's output directory is a stage of the run's checkpoints."""
-        trainer: Any = self._trainer
-        trainer._get_output_dir = lambda trial=None: str(folder)
-        try:
-            yield
-        finally:
-            del trainer._get_output_dir
 
     def _find_best(self, state: TrainerState) -> None:
         """The best checkpoint is where it was published, not in the stage in which the Trainer has written it."""

@@ -10,6 +10,8 @@ from fairlead.errors import FairleadError
 
 LOGGER_POSITIONS: Final = "logger_positions"
 """The key of the positions in a checkpoint, and in the extras of the `BuildContext`."""
+PENDING: Final = "pending"
+"""The key, in a logger's position, of the rows that its service may not have."""
 
 
 @runtime_checkable
@@ -55,3 +57,27 @@ def resume_position(extras: Mapping[str, Any], key: str) -> Mapping[str, Any] | 
     positions = extras.get(LOGGER_POSITIONS)
     position = positions.get(key) if isinstance(positions, Mapping) else None
     return position if isinstance(position, Mapping) else None
+
+
+def plain_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[list[Any]]:
+    """Rows as plain data, for a checkpoint: their numbers, texts and truth values; images and tables stay behind."""
+    plain: list[list[Any]] = []
+    for step, values in rows:
+        scalars = {name: _scalar(value) for name, value in values.items()}
+        kept = {name: value for name, value in scalars.items() if isinstance(value, int | float | str)}
+        if kept:
+            plain.append([step, kept])
+    return plain
+
+
+def pending_rows(position: Mapping[str, Any] | None) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of `plain_rows` in a position; none of a position of another version of Fairlead."""
+    rows = position.get(PENDING) if position is not None else None
+    try:
+        return [(int(step), dict(values)) for step, values in rows or ()]
+    except (TypeError, ValueError):
+        return []
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -21,7 +21,6 @@ from fairlead_runs.commit.manifest import MANIFEST
 from fairlead_runs.remote import (
     RemoteCheckpoint,
     RemoteRun,
-    Retries,
     Store,
     check_url,
     checkpoint_at,
@@ -32,7 +31,7 @@ from fairlead_runs.remote import (
 )
 from fairlead_runs.remote import newest_complete as newest_on_store
 
-_RETRIES: Final = Retries(4, longest_s=4.0)  # a person is waiting
+_TRIES: Final = 3  # a person is waiting
 _OF_A_RUN: Final = frozenset({"fingerprint.json", "owner.json", "latest", "job.yaml"})
 _RECORDS: Final = ("job.yaml", "fingerprint.json")  # by which a checkpoint finds the job that it is of
 _SHOWN: Final = 8
@@ -190,8 +189,8 @@ def _opened(url: str) -> tuple[Store, str | None]:
     try:
         run, name = split_checkpoint_url(url)
     except ConfigError:
-        return Store.open(check_url(url), retries=_RETRIES), None
-    return Store.open(run, retries=_RETRIES), name
+        return Store.open(check_url(url), tries=_TRIES), None
+    return Store.open(run, tries=_TRIES), name
 
 
 def _newest(store: Store) -> RemoteCheckpoint:

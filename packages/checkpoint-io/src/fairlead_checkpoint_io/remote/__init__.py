@@ -33,12 +33,9 @@ class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
     """Where the runs are kept, as `s3://bucket/prefix`, `gs://bucket/prefix`; any protocol of fsspec."""
     inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
     """The backend that writes the local files, any but `remote`. With `distributed` every rank writes its part."""
-    keep_local_gib: float | None = Field(default=None, gt=0, strict=False)
-    """GiB that the local checkpoints may take. Above it those that are on the store are deleted here, the oldest first,
-    never the newest or the best; a save waits until an upload makes room. Default null: as the run keeps them."""
     retries: int = Field(default=8, ge=1)
-    """Tries of each request, with pauses that double from 1 to 60 s. A checkpoint that failed all of them is retried
-    after the next save, and at the end."""
+    """Tries of each request to S3, with pauses that double; the libraries of other stores have their own rule. A
+    checkpoint that failed all of them is retried after the next save, and at the end."""
     part_mib: int = Field(default=32, ge=5, le=5120)
     """MiB of each part of a large file. Host memory: twice this for each file that is being uploaded."""
     parallel_files: int = Field(default=4, ge=1)

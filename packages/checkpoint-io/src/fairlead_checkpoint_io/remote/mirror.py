@@ -5,58 +5,44 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from fairlead.errors import CheckpointError, FairleadError, RunDirectoryError
 from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.run_on_store import RunOnStore, save_records
-from fairlead_runs.commit import (
-    Checkpoint,
-    Fence,
-    RetentionPolicy,
-    Syscalls,
-    best,
-    is_kept_forever,
-    newest_complete,
-    retain,
-)
-from fairlead_runs.commit.checkpoints import readable_checkpoints, to_trash
-from fairlead_runs.commit.files import disk_error, remove_tree
+from fairlead_runs.commit import Checkpoint, Fence, RetentionPolicy, newest_complete, retain
 from fairlead_runs.ownership import owns_nothing
-from fairlead_runs.remote import Retries, Store, discard_incomplete, upload
+from fairlead_runs.remote import Store, discard_incomplete, upload
 from fairlead_runs.remote import retain as retain_remote
 
 log = logging.getLogger("fairlead.checkpoint_io")
 
-_GIB: Final = 1 << 30
-
-
-class _StopUploadingError(Exception):
-    """Leaves an upload: the run is over."""
-
 
 class Mirror:
-    """Copies one run to a store, opened at the run's URL; used by rank 0 only."""
+    """Copies one run to a store, opened at the run's URL; used by rank 0 only.
 
-    def __init__(self, config: RemoteCheckpointIOConfig, store: Store) -> None:
+    Args:
+        config: The backend's.
+        store: For the uploads.
+        at_start: The same place with fewer tries, while a person may be waiting.
+    """
+
+    def __init__(self, config: RemoteCheckpointIOConfig, store: Store, at_start: Store) -> None:
         self._config = config
         self._closing = threading.Event()
-        self._store = store.with_retries(Retries(config.retries, sleep=self._sleep))
-        self.remote = RunOnStore(store, config.retries)
+        self._store = store
+        self.remote = RunOnStore(at_start)
         self._state = threading.Condition()
         self._pending: dict[str, Checkpoint] = {}
-        self._failed: dict[str, FairleadError] = {}
+        self._failure: FairleadError | None = None  # until the next save, or the end, nothing is tried again
         self._current: str | None = None
-        self._uploaded: set[str] = set()
         self._policy: RetentionPolicy | None = None
         self._lost: FairleadError | None = None
         self._fence: Fence | None = None
         self._thread: threading.Thread | None = None
         self._record: Callable[..., None] = lambda *_, **__: None
         self._run: Path | None = None
-        self._warned = False
 
     # -- at a start, in the main thread
 
@@ -65,9 +51,7 @@ class Mirror:
         self._run, self._record, self._fence = run, event, fence
         copies = self.remote.claim(run, start)
         here = newest_complete(run / "checkpoints").checkpoint
-        if here is not None and any(copy.same_as(here.manifest) for copy in copies):
-            self._uploaded.add(here.name)
-        elif here is not None:
+        if here is not None and not any(copy.same_as(here.manifest) for copy in copies):
             self._add(here)
 
     # -- during a run
@@ -79,7 +63,7 @@ class Mirror:
         """
         with self._state:
             self._policy = policy
-            self._failed.clear()
+            self._failure = None
             held = {self._current} if self._current is not None else set()
         self._add(checkpoint)
         gone = {item.name for item in retain(checkpoint.path.parent, policy, held=held, fence=self._fence)}
@@ -89,64 +73,26 @@ class Mirror:
                     del self._pending[name]
                     log.info("%s was replaced by a newer checkpoint before it was uploaded", name)
 
-    def wait_for_space(self) -> None:
-        """Waits until one more checkpoint fits into `keep_local_gib`; raises when no upload can make room."""
-        if self._config.keep_local_gib is None or self._run is None:
-            return
-        limit, said = int(self._config.keep_local_gib * _GIB), False
-        root = self._run / "checkpoints"
-        with self._state:
-            self._failed.clear()  # they are tried once more
-            self._state.notify_all()
-            while True:
-                missing, movable = evict(root, limit, self._uploaded, self._policy, self._fence)
-                waiting = [name for name in movable if name in self._pending]
-                if not missing:
-                    return
-                if not waiting:
-                    if not self._warned:
-                        self._warned = True
-                        log.warning(
-                            "the local checkpoints take more than keep_local_gib=%g: the newest, the best and the next "
-                            "one need %.2f GiB more",
-                            self._config.keep_local_gib,
-                            missing / _GIB,
-                        )
-                    return
-                failed = [self._failed[name] for name in waiting if name in self._failed]
-                if len(failed) == len(waiting) or self._lost is not None:
-                    raise CheckpointError(
-                        "no room for another local checkpoint: those that are here could not be uploaded",
-                        where=str(root),
-                        why=(self._lost or failed[0]).block(),
-                        fix="raise trainer.checkpoint_io.keep_local_gib, or see to the store",
-                    )
-                if not said:
-                    log.warning("training waits: %s must be uploaded to make room (keep_local_gib)", waiting[0])
-                    said = True
-                self._state.wait(1.0)
-
     def wait_uploaded(self, timeout_s: float | None) -> str | None:
         """Waits until everything is uploaded; gives what is not and why, or None.
 
-        After `timeout_s` seconds the uploads are given up; None: once each was tried `retries` times more.
+        After `timeout_s` seconds the uploads are given up; None: once they were tried `retries` times more.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._state:
-            self._failed.clear()
+            self._failure = None
             self._state.notify_all()
-            while self._pending.keys() - self._failed.keys() and self._lost is None:
+            while self._pending and self._failure is None and self._lost is None:
                 left = 1.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._state.wait(min(left, 1.0))
-            lost, names, failed = self._lost, sorted(self._pending), list(self._failed.values())
-        if lost is None and not names:
+            reason, names = self._lost or self._failure, sorted(self._pending)
+        if self._lost is None and not names:
             self._last_records()
             return None
         if timeout_s is not None:
             self._closing.set()
-        reason = lost or (failed[0] if failed else None)
         why = reason.block() if reason is not None else f"not finished within {timeout_s:g} s"
         return f"{', '.join(names) or 'the last checkpoint'} is not on {self._store.url} yet: {why}"
 
@@ -188,19 +134,17 @@ class Mirror:
     def _work(self) -> None:
         while True:
             with self._state:
-                while not (waiting := [c for name, c in self._pending.items() if name not in self._failed]):
+                while not self._pending or self._failure is not None:
                     if self._closing.is_set():
                         return
                     self._state.wait(1.0)
                 if self._closing.is_set() or self._lost is not None:
                     return
-                checkpoint = max(waiting, key=lambda item: item.order)
+                checkpoint = max(self._pending.values(), key=lambda item: item.order)
                 self._current = checkpoint.name
             failure: FairleadError | None = None
             try:
                 self._upload(checkpoint)
-            except _StopUploadingError:
-                return
             except FairleadError as error:
                 failure = error
             except Exception as error:  # reported to the thread that trains; an upload must never end in silence
@@ -210,10 +154,9 @@ class Mirror:
             with self._state:
                 self._current = None
                 if failure is None:
-                    self._uploaded.add(checkpoint.name)
                     self._pending.pop(checkpoint.name, None)
-                else:
-                    self._failed[checkpoint.name] = failure
+                elif checkpoint.order == max(item.order for item in self._pending.values()):
+                    self._failure = failure  # else a newer one was saved meanwhile, and is tried
                 self._state.notify_all()
             if failure is not None:
                 log.warning("%s was not uploaded, the local copy stays: %s", checkpoint.name, failure.block())
@@ -268,35 +211,3 @@ class Mirror:
             if self._fence is not None and self._fence.lost is None:
                 self._fence.lost = lost  # the training ends with it
             raise lost
-
-    def _sleep(self, seconds: float) -> None:
-        if self._closing.wait(seconds):
-            raise _StopUploadingError
-
-
-def evict(
-    root: Path, limit: int, uploaded: Collection[str], policy: RetentionPolicy | None, fence: Fence | None = None
-) -> tuple[int, list[str]]:
-    """Deletes local copies that the store has, but never the newest, the best and the marked ones.
-
-    Gives the bytes that are lacking for one more of the newest one's size within `limit`, and the names of those that
-    could still go once they are uploaded.
-    """
-    there = readable_checkpoints(root)
-    stay = {there[-1].name} if there else set()
-    if policy is not None and policy.metric is not None:
-        stay.update(item.name for item in best(there, policy.metric, policy.mode)[:1])
-    size = {item.name: item.manifest.size for item in there}
-    missing = sum(size.values()) + (size[there[-1].name] if there else 0) - limit
-    movable = [item for item in there if item.name not in stay and not is_kept_forever(item)]
-    system = Syscalls()
-    for item in movable:
-        if missing <= 0:
-            break
-        if item.name in uploaded:
-            try:
-                remove_tree(to_trash(item.path, system, fence), system)
-            except OSError as error:
-                raise disk_error(error, "cannot delete a local copy", item.path) from error
-            missing -= size[item.name]
-    return max(0, missing), [item.name for item in movable if item.name not in uploaded]

@@ -14,7 +14,7 @@ from typing import Any, Final
 from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_runs import Fingerprint
 from fairlead_runs.commit import newest_complete
-from fairlead_runs.remote import RemoteCheckpoint, Retries, Store, list_checkpoints, list_run
+from fairlead_runs.remote import RemoteCheckpoint, Store, list_checkpoints, list_run
 from fairlead_runs.remote.downloading import newest_sound
 
 _GIB: Final = 1 << 30
@@ -22,21 +22,20 @@ _OWNER: Final = "owner.json"
 _ENDED: Final = "ended"  # the nonce of the owner, if its start has ended before its first step
 _FINGERPRINT: Final = "fingerprint.json"
 _RECORDS: Final = ("job.yaml", "metrics.csv", "history.jsonl")  # the fingerprint only at a start: a start reads it
-_AT_START: Final = 4  # tries while a person may be waiting
 _ELSEWHERE: Final = "set another run.name, or another trainer.checkpoint_io.url"
 
 
 class RunOnStore:
-    """A run at its URL, which belongs to the start that claimed it last; requests are tried a few times at most."""
+    """A run at its URL, which belongs to the start that claimed it last."""
 
-    def __init__(self, store: Store, retries: int) -> None:
+    def __init__(self, store: Store) -> None:
         self._url = store.url
-        self._patient = store.with_retries(Retries(min(retries, _AT_START), longest_s=4.0))
+        self._store = store
         self._nonce = secrets.token_hex(8)
 
     def check(self, fingerprint: Fingerprint, *, new: bool) -> None:
         """Refuses a run of another fingerprint, unless it owns nothing; with `new`, any that is there already."""
-        content = self._patient.read(_FINGERPRINT)
+        content = self._store.read(_FINGERPRINT)
         if content is None:
             return
         try:
@@ -61,19 +60,19 @@ class RunOnStore:
 
         That its start has ended is known where it says so: one without a checkpoint may be training elsewhere.
         """
-        found = list_run(self._patient)
-        nonce = self._owner(self._patient).get("nonce")
-        ended = self._patient.read(_ENDED)
+        found = list_run(self._store)
+        nonce = self._owner(self._store).get("nonce")
+        ended = self._store.read(_ENDED)
         return not found.checkpoints and not found.unfinished and ended is not None and ended.decode() == nonce
 
     def end(self) -> None:
         """This start ends, and leaves nothing: the next one may have other settings."""
-        if self.lost(self._patient) is None:
-            self._patient.write(_ENDED, self._nonce.encode())  # not into the owner's, whom another may be by now
+        if self.lost(self._store) is None:
+            self._store.write(_ENDED, self._nonce.encode())  # not into the owner's, whom another may be by now
 
     def last_start(self) -> int:
         """The number of the start that claimed the run last, 0 if none: that of the next owner must be higher."""
-        start = self._owner(self._patient).get("start")
+        start = self._owner(self._store).get("start")
         return start if isinstance(start, int) else 0
 
     def fetch(self, run: Path) -> list[str]:
@@ -81,14 +80,14 @@ class RunOnStore:
         root = run / "checkpoints"
         here = newest_complete(root).checkpoint
         began = time.monotonic()
-        found, skipped = newest_sound(self._patient, root, after=here.order if here is not None else None)
+        found, skipped = newest_sound(self._store, root, after=here.order if here is not None else None)
         said = [f"warning: {text}; the checkpoint before it is used" for text in skipped]
         if found is not None:
             seconds = time.monotonic() - began
             gib = found.manifest.size / _GIB
             said.append(f"downloaded {found.name} from {self._url} ({gib:.2f} GiB in {seconds:.1f} s)")
         for name in ("metrics.csv", "history.jsonl"):
-            if found is not None and not (run / name).exists() and (content := self._patient.read(name)) is not None:
+            if found is not None and not (run / name).exists() and (content := self._store.read(name)) is not None:
                 (run / name).write_bytes(content)
         return said
 
@@ -99,11 +98,11 @@ class RunOnStore:
             RunLockedError: A start with as high a number has claimed it since this one began.
         """
         if self.last_start() >= start:
-            raise self._replaced(self._owner(self._patient))
+            raise self._replaced(self._owner(self._store))
         owner = {"nonce": self._nonce, "start": start, "host": socket.gethostname(), "pid": os.getpid()}
-        self._patient.write(_OWNER, json.dumps(owner).encode())
-        self._patient.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
-        return [item for item in list_checkpoints(self._patient) if item.complete]
+        self._store.write(_OWNER, json.dumps(owner).encode())
+        self._store.write(_FINGERPRINT, (run / _FINGERPRINT).read_bytes())
+        return [item for item in list_checkpoints(self._store) if item.complete]
 
     def lost(self, store: Store) -> RunLockedError | None:
         """Why nothing of this start may be written any more: another one has begun, perhaps on another machine."""

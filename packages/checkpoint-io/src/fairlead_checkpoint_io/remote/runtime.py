@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +12,6 @@ from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.async_file_runtime import build_inner
-from fairlead_checkpoint_io.distributed_shards.ranks import Ranks, about
 from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
 from fairlead_checkpoint_io.remote.mirror import Mirror
 from fairlead_runs import Fingerprint
@@ -21,8 +19,7 @@ from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads,
 from fairlead_runs.commit import Checkpoint, Fence, FileHash, RetentionPolicy
 from fairlead_runs.remote import Store, fetch, is_url, split_checkpoint_url
 
-# A rank that is gone is noticed at once, by its closed connection; an upload ends by itself.
-_UPLOADING: Final = timedelta(days=7)
+_TRIES_AT_START: Final = 3  # a person may be waiting
 
 
 def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteCheckpointIO:
@@ -39,22 +36,19 @@ class RemoteCheckpointIO(CheckpointIO):
         self._config = config
         self._inner = inner
         self._mirror: Mirror | None = None
-        self._ranks: Ranks | None = None
 
     # -- a Lightning CheckpointIO
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Writes a local file through the inner backend, once there is room."""
-        self._wait_for_space()
+        """Writes a local file through the inner backend."""
         self._inner.save_checkpoint(checkpoint, os.fspath(path), storage_options)
 
     def submit(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], then: Callable[[FileHash | None], None]
     ) -> None:
-        """Writes a local file once there is room, and calls `then`; see `DurableSaves`."""
-        self._wait_for_space()
+        """Writes a local file, and calls `then`; see `DurableSaves`."""
         if isinstance(self._inner, DurableSaves):
             self._inner.submit(checkpoint, path, then)
         else:
@@ -98,8 +92,8 @@ class RemoteCheckpointIO(CheckpointIO):
                 self._mirror.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """To another process (`ddp_spawn`) go the settings, not threads and groups."""
-        return {**self.__dict__, "_mirror": None, "_ranks": None}
+        """To another process (`ddp_spawn`) go the settings, not threads."""
+        return {**self.__dict__, "_mirror": None}
 
     # -- copies; see `CheckpointCopies`
 
@@ -110,7 +104,8 @@ class RemoteCheckpointIO(CheckpointIO):
 
     def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> int:
         """Looks at the run's URL; see the protocol."""
-        mirror = Mirror(self._config, self._store(f"{self._config.url.rstrip('/')}/{name}"))
+        url = f"{self._config.url.rstrip('/')}/{name}"
+        mirror = Mirror(self._config, self._store(url), self._store(url, at_most=_TRIES_AT_START))
         mirror.remote.check(fingerprint, new=new)
         self._mirror = mirror
         return mirror.remote.last_start()
@@ -134,19 +129,13 @@ class RemoteCheckpointIO(CheckpointIO):
         """Waits for the uploads; see the protocol."""
         return self._mirror.wait_uploaded(timeout_s) if self._mirror is not None else None
 
-    def _wait_for_space(self) -> None:
-        if self._mirror is not None:
-            self._mirror.wait_for_space()
-
-    def _store(self, url: str) -> Store:
-        return Store.open(url, self._config.storage_options, part_mib=self._config.part_mib)
+    def _store(self, url: str, *, at_most: int | None = None) -> Store:
+        tries = self._config.retries if at_most is None else min(at_most, self._config.retries)
+        return Store.open(url, self._config.storage_options, tries=tries, part_mib=self._config.part_mib)
 
 
 class RemoteShardsIO(RemoteCheckpointIO):
-    """Around a backend that saves on all ranks together; then this is a `ShardedSaves`, too.
-
-    Only rank 0 knows the store.  The others wait while it waits for space, and hear when there is none.
-    """
+    """Around a backend that saves on all ranks together; then this is a `ShardedSaves`, too."""
 
     def __init__(self, config: RemoteCheckpointIOConfig, inner: Any) -> None:
         super().__init__(config, inner)
@@ -155,9 +144,6 @@ class RemoteShardsIO(RemoteCheckpointIO):
     def meet(self) -> None:
         """Makes what the ranks need to talk to each other."""
         self._shards.meet()
-        bounded = self._config.keep_local_gib is not None
-        if bounded and (self._ranks is None or not self._ranks.usable):
-            self._ranks = Ranks(_UPLOADING)
 
     def submit_shards(
         self,
@@ -167,9 +153,5 @@ class RemoteShardsIO(RemoteCheckpointIO):
         *,
         names: Sequence[Sequence[str | None]],
     ) -> None:
-        """Saves on all ranks once there is room, then calls `then` on rank 0; see the protocol."""
-        self.meet()
-        if self._ranks is not None:
-            with about(path):
-                self._ranks.all_gather(self._wait_for_space, "there is no room for another local checkpoint")
+        """Saves on all ranks, then calls `then` on rank 0; see the protocol."""
         self._shards.submit_shards(checkpoint, path, then, names=names)

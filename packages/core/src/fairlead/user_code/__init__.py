@@ -2,6 +2,11 @@
 
 Only `import_callable` and `instantiate` import anything: a login node without torch can say that `layres` should be
 `layers`.
+
+griffe 2.4 was tried for it. It says what a class takes, and not whether that is certain: of two classes in an `if` or a
+`try` it takes the last, it ignores decorators, and passes over a base class that it has not loaded, so that
+`class Net(torch.nn.Module, Mine)` would take what `Mine` takes. To say "not known" all that is here would stay beside
+it, and its import takes 47 ms, that of `ast` 5.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
 )
 
 from fairlead.errors import ConfigError
@@ -34,9 +33,7 @@ from fairlead_distributed.rng import isolated_rng
 from fairlead_distributed.sampler import ResumableDistributedSampler
 
 _WHOLE: Final = (DistributedSampler, EvaluationSampler, ResumableDistributedSampler)
-_BLOCK: Final = 64  # batches that one rank takes in a row, at most: neighbours are one entry of an index
-_OWN_SIZES: Final = -1
-_ROUNDS: Final = 16  # blocks of each rank, at least: where data are sorted by length, the ranks have equal work
+Numbers = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -44,45 +41,44 @@ class Batches:
     """The batches of one loader, by number.
 
     Attributes:
-        order: The indices of the samples in the order in which they are drawn; None: 0, 1, 2, ...
-        ends: Where each batch ends in this order; None: each has `size` samples.
-        samples: How many samples there are.
+        ends: Where each batch ends in the order in which samples are drawn.
         size: The samples of a batch; None: the loader makes no batches, and each sample is one.
+        order: The indices of the samples in this order; None: 0, 1, 2, ...
     """
 
-    samples: int
+    ends: Numbers
     size: int | None
-    order: np.ndarray[Any, Any] | None = None
-    ends: np.ndarray[Any, Any] | None = None
+    order: Numbers | None = None
+
+    @classmethod
+    def even(cls, samples: int, size: int | None, order: Numbers | None = None) -> Batches:
+        """All of one size; the last may have fewer."""
+        step = size or 1
+        return cls(np.minimum(np.arange(step, samples + step, step), samples), size, order)
 
     def __len__(self) -> int:
-        return len(self.ends) if self.ends is not None else -(-self.samples // (self.size or 1))
+        return len(self.ends)
 
     def __getitem__(self, number: int) -> Sequence[int]:
         """The indices of one batch."""
-        if self.ends is not None:
-            begin, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
-        else:
-            begin = number * (self.size or 1)
-            end = min(begin + (self.size or 1), self.samples)
+        begin, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
         return range(begin, end) if self.order is None else self.order[begin:end].tolist()
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def first(self, limit: float | None) -> Batches:
         """The first batches of them: a number, or as a float a share of all."""
-        if limit is None or (isinstance(limit, float) and limit == 1.0):
-            return self
-        count = min(len(self), int(len(self) * limit) if isinstance(limit, float) else int(limit))
-        ends = None if self.ends is None else self.ends[:count]
-        samples = (
-            (int(ends[-1]) if len(ends) else 0) if ends is not None else min(self.samples, count * (self.size or 1))
-        )
-        return Batches(samples, self.size, self.order, ends)
+        count = len(self) if limit is None else int(len(self) * limit) if isinstance(limit, float) else limit
+        return Batches(self.ends[:count], self.size, self.order)
 
     def described(self) -> dict[str, Any]:
         """What tells them from those of another loader, as plain data."""
         said: dict[str, Any] = {"samples": self.samples, "batches": len(self), "batch_size": self.size}
         if self.order is not None:
-            content = self.order[: self.samples].tobytes() + (b"" if self.ends is None else self.ends.tobytes())
+            content = self.order[: self.samples].tobytes() + self.ends.tobytes()
             said["order"] = hashlib.sha256(content).hexdigest()[:16]
         return said
 
@@ -101,9 +97,7 @@ def batches_of(loader: DataLoader[Any], number: int) -> Batches:
     sampler: Any = batches.sampler if plain and batches is not None else loader.sampler
     size = batches.batch_size if plain and batches is not None else None
     if plain and (length := _whole(sampler)) is not None:
-        return Batches(length, size)
-    if plain and type(sampler) is SubsetRandomSampler:
-        return _drawn([[int(index)] for index in sampler.indices], size, type(sampler).__name__)
+        return Batches.even(length, size)
     source = sampler if plain else batches
     seed = derive_seed("prediction", number)
     inner = getattr(source, "sampler", source)
@@ -114,14 +108,14 @@ def batches_of(loader: DataLoader[Any], number: int) -> Batches:
     else:
         with isolated_rng(seed):
             drawn = broadcast_object(_draw(source, plain) if get_rank() == 0 else [])
-    return _drawn(drawn, size if plain else _OWN_SIZES, type(source).__name__)
+    return _drawn(drawn, size, type(source).__name__, own_sizes=not plain)
 
 
 def _draw(source: Iterable[Any], plain: bool) -> list[list[Any]]:
     return [[one] if plain else list(one) for one in source]
 
 
-def _drawn(drawn: list[list[Any]], size: int | None, name: str) -> Batches:
+def _drawn(drawn: list[list[Any]], size: int | None, name: str, *, own_sizes: bool = False) -> Batches:
     flat = [index for batch in drawn for index in batch]
     odd = next((one for one in flat if isinstance(one, bool) or not hasattr(one, "__index__")), None)
     if odd is not None or any(one < 0 for one in flat):
@@ -133,11 +127,9 @@ def _drawn(drawn: list[list[Any]], size: int | None, name: str) -> Batches:
             fix="a sampler that draws numbers from 0 to len(dataset) - 1",
         )
     order = np.fromiter((int(one) for one in flat), dtype=np.int64, count=len(flat))
-    if size != _OWN_SIZES:
-        return Batches(len(flat), size, order)
-    return Batches(
-        len(flat), max(map(len, drawn), default=1), order, np.cumsum([len(batch) for batch in drawn], dtype=np.int64)
-    )
+    if own_sizes:
+        return Batches(np.cumsum([*map(len, drawn)], dtype=np.int64), max(map(len, drawn), default=1), order)
+    return Batches.even(len(flat), size, order)
 
 
 def _whole(sampler: Any) -> int | None:
@@ -150,65 +142,38 @@ def _whole(sampler: Any) -> int | None:
     return len(sampler.dataset) if type(sampler) in _WHOLE else None
 
 
-class Share:
-    """One rank's batches, in the order in which it draws them: their numbers, and None for one of padding.
+def share(left: Numbers, ranks: int, rank: int) -> list[int | None]:
+    """The batches of one rank among those that are left, and None for one of padding.
 
     All ranks have equally many: where a forward pass communicates, one that had a batch less would keep the others
-    waiting for ever. So it does another one once more, which does not count.
-
-    Args:
-        left: The numbers that are to be done, as runs of first number and count, in order.
-        ranks: How many ranks there are.
-        rank: Which of them this is.
+    waiting for ever. So it does the first one once more, which does not count.
     """
-
-    def __init__(self, left: Sequence[tuple[int, int]], ranks: int, rank: int) -> None:
-        self._left = left
-        self._starts = list(itertools.accumulate((count for _, count in left), initial=0))
-        self._ranks, self._rank = ranks, rank
-        self.total = self._starts[-1]
-        self._block = max(1, min(_BLOCK, self.total // (ranks * _ROUNDS)))
-
-    def __len__(self) -> int:
-        return -(-self.total // self._ranks)
-
-    def __iter__(self) -> Iterator[tuple[int, bool]]:
-        """Numbers of batches, and whether they count."""
-        blocks = self.total // (self._ranks * self._block)
-        even = blocks * self._block * self._ranks
-        rounds = (
-            range((n * self._ranks + self._rank) * self._block, (n * self._ranks + self._rank + 1) * self._block)
-            for n in range(blocks)
-        )
-        places = itertools.chain(
-            itertools.chain.from_iterable(rounds), range(even + self._rank, self.total, self._ranks)
-        )
-        done, run = 0, 0
-        for place in places:
-            done += 1
-            while place >= self._starts[run + 1]:
-                run += 1
-            yield self._left[run][0] + place - self._starts[run], True
-        for _ in range(done, len(self)):
-            yield self._left[0][0], False
+    own: list[int | None] = left[rank::ranks].tolist()
+    return own + [None] * (-(-len(left) // ranks) - len(own))
 
 
 class Drawn:
-    """The sampler of a rank's loader; it notes what it has given, for who writes what becomes of it."""
+    """The sampler of a rank's loader; it notes what it has given, for who writes what becomes of it.
 
-    def __init__(self, batches: Batches, share: Share) -> None:
+    Args:
+        batches: Those of the loader.
+        numbers: Which of them this rank draws; None: `padding`, which does not count.
+    """
+
+    def __init__(self, batches: Batches, numbers: Sequence[int | None], padding: int) -> None:
         self.batches = batches
-        self._share = share
+        self._numbers = numbers
+        self._padding = padding
         self._given: deque[tuple[int, Sequence[int]] | None] = deque()
 
     def __len__(self) -> int:
-        return len(self._share)
+        return len(self._numbers)
 
     def __iter__(self) -> Iterator[Any]:
         self._given.clear()
-        for number, counts in self._share:
-            indices = self.batches[number]
-            self._given.append((number, indices) if counts else None)
+        for number in self._numbers:
+            indices = self.batches[number if number is not None else self._padding]
+            self._given.append((number, indices) if number is not None else None)
             yield list(indices) if self.batches.size is not None else indices[0]
 
     def taken(self) -> tuple[int, Sequence[int]] | None:

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
-import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch.distributed as dist
 
 from fairlead.errors import CheckpointError, FairleadError, FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_distributed.info import get_rank
 from fairlead_distributed.objects import broadcast_object, gather_objects
-from fairlead_distributed.predictions.done import Done, done_of
-from fairlead_distributed.predictions.sending import send_missing
-from fairlead_distributed.predictions.shard_file import About, Batch, ShardFile, write_shard
+from fairlead_distributed.predictions.shard_file import Batch, ShardFile, write_shard
 from fairlead_runs.commit import FileHash, Lock, Manifest, default_algorithm, hash_file
 from fairlead_runs.commit.files import disk_error, replace_file
 from fairlead_runs.commit.manifest import MANIFEST, json_digest
@@ -33,7 +36,7 @@ from fairlead_runs.fingerprints import Difference, Fingerprint
 T = TypeVar("T")
 IDENTITY: Final = "prediction.json"
 LOCK: Final = ".lock"
-_TEMPORARY: Final = (".tmp-", ".lock", ".probe-")
+_TEMPORARY: Final = (".tmp-", ".lock")
 _SEEN_AFTER_S: Final = 5.0  # a network file system shows a new file to the others by then
 _SHOWN: Final = 6
 
@@ -54,6 +57,18 @@ def on_rank_0(function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class Done:
+    """What shards hold of one loader: the numbers of its batches, ascending, and how many samples these have."""
+
+    numbers: np.ndarray[Any, Any]
+    samples: int
+
+    def left(self, total: int) -> np.ndarray[Any, Any]:
+        """The numbers that are missing of so many batches."""
+        return np.setdiff1d(np.arange(total), self.numbers)
+
+
 class PredictionFolder:
     """Where the ranks of one prediction write; its methods are collectives where they say so.
 
@@ -69,16 +84,15 @@ class PredictionFolder:
         self.fingerprint = json_digest(dict(settings))[:16]
         self._lock: Lock | None = None
         self._hashes: dict[str, FileHash] = {}
-        self._done: dict[int, Done] = {}
         self._totals: dict[int, int | None] = {}
         self._under_way: Future[None] | None = None
-        self._here: list[str] = []  # the shards on this rank's disk, where that is another than rank 0's
+        self._here: list[str] = []  # shards that this rank has written or found
         self.complete = False
+        self.sees = True
+        """Whether this rank sees the predictions that `commit` has made complete: the same file system."""
         self.path: Path = on_rank_0(lambda: self._opened(asked, run))
         try:
-            self.sees = self._sees()
-            if not self.sees:  # a disk of this node's own: its shards are sent to rank 0 at the end
-                _made(self.path)
+            _made(self.path)  # it may be a disk of this node's own: its shards are sent to rank 0 at the end
             self.complete = broadcast_object(self.complete)
             self._shards = self._scanned()
         except BaseException:
@@ -90,14 +104,14 @@ class PredictionFolder:
         """How many shards a start before this one has left."""
         return len(self._shards)
 
-    def add_loader(self, number: int, described: Mapping[str, Any]) -> Done:
-        """What is done of a loader already; refuses one that is another than at the first start. A collective."""
-        on_rank_0(lambda: self._identify(number, described))
-        return self._done.setdefault(number, done_of(self._shards.values(), number))
+    def add_loader(self, number: int, described: Mapping[str, Any], batches: int | None) -> Done:
+        """What is done of a loader already; refuses one that is another than at the first start. A collective.
 
-    def expect(self, number: int, batches: int | None) -> None:
-        """How many batches a loader has in all; None: nobody knows before its end."""
+        `batches` is how many it has in all; None: nobody knows before its end.
+        """
+        on_rank_0(lambda: self._identify(number, described))
         self._totals[number] = batches
+        return _done(self._shards.values(), number)
 
     def write(self, loader: int, batches: Sequence[Batch]) -> None:
         """Adds a shard, behind the caller's back; waits for the one before, and raises what became of it."""
@@ -115,31 +129,33 @@ class PredictionFolder:
             under_way.result()
 
     def _write(self, loader: int, batches: Sequence[Batch]) -> None:
-        name = f"loader-{loader}-batch-{batches[0].number:09d}.safetensors"
-        try:
-            digest = replace_file(
-                self.path / name,
-                lambda file: write_shard(file, loader, self.fingerprint, batches),
-                algorithm=default_algorithm(),
-            )
-        except OSError as error:
-            raise _full(error, self.path) from error
-        self._hashes[name] = digest
-        self._here.append(name)
+        alike: dict[str, list[Batch]] = {}
+        for batch in batches:
+            alike.setdefault(json.dumps(batch.structure), []).append(batch)
+        for group in alike.values():
+            name = f"loader-{loader}-batch-{group[0].number:09d}.safetensors"
+            try:
+                self._hashes[name] = replace_file(
+                    self.path / name,
+                    partial(write_shard, loader=loader, fingerprint=self.fingerprint, batches=group),
+                    algorithm=default_algorithm(),
+                )
+            except OSError as error:
+                raise _full(error, self.path) from error
+            self._here.append(name)
 
     def commit(self) -> None:
         """Makes the folder readable, once all ranks have written; gathers what is elsewhere. A collective."""
         self.settle()
         if self.complete:
+            self.sees = self._seen()
             return
-        try:
-            sent = send_missing(self.path, self._here, self.sees)
-        except OSError as error:
-            raise _full(error, self.path) from error
+        sent = self._send_missing()
         hashes = {name: digest for own in gather_objects(self._hashes) for name, digest in own.items()}
         on_rank_0(lambda: self._committed(hashes))
         self.complete = True
-        if not self.sees and not (self.path / MANIFEST).exists():
+        self.sees = self._seen()
+        if not self.sees:
             for name in sent:
                 (self.path / name).unlink(missing_ok=True)
 
@@ -222,12 +238,12 @@ class PredictionFolder:
 
     def _committed(self, hashes: Mapping[str, FileHash]) -> None:
         names = _shard_names(self.path)
-        abouts = [ShardFile(self.path / name).about for name in names]
+        there = [_shard_done(ShardFile(self.path / name)) for name in names]
         for loader, batches in self._totals.items():
-            done = done_of(abouts, loader)
-            if batches is not None and done.count != batches:
+            done = _done(there, loader).numbers
+            if batches is not None and len(done) != batches:
                 raise RunDirectoryError(
-                    f"the predictions are not complete: {batches - done.count} of {batches} batches of loader {loader} "
+                    f"the predictions are not complete: {batches - len(done)} of {batches} batches of loader {loader} "
                     "are missing",
                     where=str(self.path),
                     fix="start the prediction again: it does what is missing",
@@ -248,34 +264,61 @@ class PredictionFolder:
 
     # -- on all ranks
 
-    def _sees(self) -> bool:
-        """Whether this rank sees what rank 0 writes there: the same file system."""
-        probe = on_rank_0(lambda: _probe(self.path))
+    def _seen(self) -> bool:
         deadline = time.monotonic() + _SEEN_AFTER_S
-        while not (seen := probe.exists()) and time.monotonic() < deadline:
+        while not (seen := (self.path / MANIFEST).exists()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        gather_objects(seen)  # nobody looks any more
-        if self._first:
-            probe.unlink(missing_ok=True)
         return seen
 
-    def _scanned(self) -> dict[str, About]:
-        """The shards that the ranks have on their disks, by name. A collective."""
-        own: dict[str, About] = {}
-        if self._first or not self.sees:
-            for name in _shard_names(self.path):
-                try:
-                    about = ShardFile(self.path / name).about
-                except CheckpointError as error:
-                    error.fix = error.fix or "delete this file and start again: its batches are predicted once more"
-                    raise
-                if about.fingerprint == self.fingerprint:
-                    own[name] = about
+    def _scanned(self) -> dict[str, tuple[int, Done]]:
+        """The shards that the ranks have on their disks, by name, with their loader. A collective."""
+        names = _shard_names(self.path)
+        of_rank_0 = broadcast_object(names)
+        own: dict[str, tuple[int, Done]] = {}
+        for name in names:
+            if name in of_rank_0 and not self._first:
+                continue
+            try:
+                shard = ShardFile(self.path / name)
+            except CheckpointError as error:
+                error.fix = error.fix or "delete this file and start again: its batches are predicted once more"
+                raise
+            if shard.fingerprint == self.fingerprint:
+                own[name] = _shard_done(shard)
         self._here = list(own)
-        found: dict[str, About] = {}
-        for one in gather_objects(own):
-            found |= one
-        return found
+        return {name: done for part in gather_objects(own) for name, done in part.items()}
+
+    def _send_missing(self) -> list[str]:
+        """Brings to rank 0's folder the shards that only other ranks have; returns those this one has sent."""
+        everyone = gather_objects(self._here)
+        there = set(broadcast_object(os.listdir(self.path) if self._first else []))
+        sent: list[str] = []
+        for rank, names in enumerate(everyone):
+            for name in names:
+                if name in there:
+                    continue
+                there.add(name)
+                try:
+                    if get_rank() == rank:
+                        dist.send_object_list([(self.path / name).read_bytes()], dst=0)
+                        sent.append(name)
+                    elif self._first:
+                        box = [b""]
+                        dist.recv_object_list(box, src=rank)
+                        replace_file(self.path / name, box[0])
+                except OSError as error:
+                    raise _full(error, self.path) from error
+        return sent
+
+
+def _shard_done(shard: ShardFile) -> tuple[int, Done]:
+    return shard.loader, Done(shard.batches(), len(shard.indices()))
+
+
+def _done(shards: Iterable[tuple[int, Done]], loader: int) -> Done:
+    mine = [done for number, done in shards if number == loader]
+    numbers = np.concatenate([np.empty(0, dtype=np.int64), *(done.numbers for done in mine)])
+    return Done(np.unique(numbers), sum(done.samples for done in mine))
 
 
 def last_number(run: Path) -> int:
@@ -286,15 +329,6 @@ def last_number(run: Path) -> int:
 
 def _shard_names(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(path) if name.startswith("loader-") and name.endswith(".safetensors"))
-
-
-def _probe(path: Path) -> Path:
-    probe = path / f".probe-{secrets.token_hex(8)}"
-    try:
-        probe.touch()
-    except OSError as error:
-        raise _full(error, path) from error
-    return probe
 
 
 def _locked(path: Path) -> Lock:

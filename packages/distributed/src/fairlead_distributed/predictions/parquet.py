@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from fairlead.errors import ConfigError, MissingDependencyError
-from fairlead_distributed.predictions.loader_predictions import LoaderPredictions
 
 _GROUP: Final = 8192
 """Samples in a row group, which is what is in memory at a time."""
 _SINGLE: Final = "prediction"
 
 
-def write_parquet(loaders: Sequence[LoaderPredictions], path: Path) -> None:
-    """See `Predictions.to_parquet`."""
+def write_parquet(loaders: Sequence[Iterable[tuple[int, Any]]], path: Path) -> None:
+    """Writes (index, record) of each loader; see `Predictions.to_parquet`."""
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -84,18 +83,14 @@ def _known(value: Tensor) -> Tensor:
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
-def _groups(loaders: Sequence[LoaderPredictions]) -> Iterator[list[dict[str, Any]]]:
-    rows = _rows(loaders)
+def _groups(loaders: Sequence[Iterable[tuple[int, Any]]]) -> Iterator[list[dict[str, Any]]]:
+    rows = (
+        {**({"loader": number} if len(loaders) > 1 else {}), "index": index, **dict(_cells(record, ""))}
+        for number, loader in enumerate(loaders)
+        for index, record in loader
+    )
     while group := list(itertools.islice(rows, _GROUP)):
         yield group
-
-
-def _rows(loaders: Sequence[LoaderPredictions]) -> Iterator[dict[str, Any]]:
-    for number, loader in enumerate(loaders):
-        for first, _, records in loader.pieces():
-            for offset, record in enumerate(records):
-                head = {"loader": number} if len(loaders) > 1 else {}
-                yield {**head, "index": first + offset, **dict(_cells(record, ""))}
 
 
 def _cells(value: Any, path: str) -> Iterator[tuple[str, Any]]:

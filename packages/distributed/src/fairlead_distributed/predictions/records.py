@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import struct
+import io
 import sys
 import types
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -23,7 +21,7 @@ Column = Tensor | list[Any]
 Structure = int | dict[str, Any]
 """How the columns make a record, as JSON: the number of a column, or a dict, tuple, array or object of such."""
 
-_LENGTH: Final = struct.Struct("<I")
+_TEXT, _TENSOR, _OTHER = b"s", b"t", b"o"
 _RETURNS: Final = (
     "return tensors whose first dimension is the batch, lists with one item for each sample, or a dict, tuple or "
     "dataclass of these"
@@ -160,61 +158,30 @@ def _object(module: str, name: str, values: dict[str, Any]) -> Any:
 
 
 def encoded(value: Any) -> bytes:
-    """One item of a list as bytes: the length of a text, the text (JSON), and behind it the bytes of its tensors."""
-    tensors: list[bytes] = []
-    text = json.dumps(_to_json(value, tensors), ensure_ascii=False, separators=(",", ":"))
-    head = text.encode("utf-8", "surrogatepass")
-    return b"".join((_LENGTH.pack(len(head)), head, *tensors))
+    """One item of a list as bytes: a text, a tensor, or what else `to_plain` gives."""
+    if type(value) is str:
+        return _TEXT + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, Tensor):
+        head = f"{str(value.dtype).removeprefix('torch.')} {' '.join(map(str, value.shape))}\n"
+        return _TENSOR + head.encode() + value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return _OTHER + buffer.getvalue()
 
 
 def decoded(data: bytes) -> Any:
     """What `encoded` was given, with the objects that it was made of."""
-    (length,) = _LENGTH.unpack_from(data)
-    position = _LENGTH.size + length
-
-    def tensor(dtype: str, shape: list[int]) -> Tensor:
-        nonlocal position
-        made = torch.empty(shape, dtype=getattr(torch, dtype))
-        size = made.nbytes
-        if size:
-            piece = bytearray(data[position : position + size])
-            made = torch.frombuffer(piece, dtype=torch.uint8).view(made.dtype).reshape(shape)
-        position += size
+    kind, data = data[:1], data[1:]
+    if kind == _TEXT:
+        return data.decode("utf-8", "surrogatepass")
+    if kind == _TENSOR:
+        head, _, content = data.partition(b"\n")
+        dtype, *shape = head.decode().split()
+        made = torch.empty([*map(int, shape)], dtype=getattr(torch, dtype))
+        if content:
+            made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return made
-
-    return _restored(_from_json(json.loads(data[_LENGTH.size : _LENGTH.size + length]), tensor))
-
-
-def _to_json(value: Any, tensors: list[bytes]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return {"t": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if isinstance(value, list):
-        return [_to_json(item, tensors) for item in value]
-    if isinstance(value, tuple):
-        return {"(": [_to_json(item, tensors) for item in value]}
-    if isinstance(value, dict):
-        return {"{": [[_to_json(key, tensors), _to_json(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, bytes):
-        return {"b": b64encode(value).decode()}
-    return {"c": [value.real, value.imag]} if isinstance(value, complex) else value
-
-
-def _from_json(value: Any, tensor: Callable[[str, list[int]], Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_from_json(item, tensor) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, parts),) = value.items()
-    if kind == "t":
-        return tensor(*parts)
-    if kind == "b":
-        return b64decode(parts)
-    if kind == "c":
-        return complex(*parts)
-    if kind == "(":
-        return tuple(_from_json(item, tensor) for item in parts)
-    return {_from_json(key, tensor): _from_json(item, tensor) for key, item in parts}
+    return _restored(torch.load(io.BytesIO(data), weights_only=True))
 
 
 def _restored(value: Any) -> Any:

@@ -18,10 +18,9 @@ from mlflow.exceptions import MlflowException
 
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.interfaces import BuildContext
-from fairlead_lightning.loggers.again import PENDING, pending_rows, plain_rows
 from fairlead_lightning.loggers.mlflow import MLflowLoggerConfig
 from fairlead_runs.commit import atomic_write
-from fairlead_runs.logger_positions import resume_position
+from fairlead_runs.logger_positions import PENDING, pending_rows, plain_rows, resume_position
 
 RUN_FILE: Final = "mlflow-run.json"
 _STATUS: Final = {"finished": "KILLED", "failed": "FAILED"}  # `finished` is said at a stop: it may go on

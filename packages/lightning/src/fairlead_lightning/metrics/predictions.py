@@ -23,12 +23,12 @@ from fairlead_distributed.info import get_rank
 from fairlead_distributed.objects import broadcast_object, gather_objects
 from fairlead_distributed.predictions.batches import (
     Drawn,
-    Share,
     Stream,
     batches_of,
     drawing,
     is_indexed,
     require_one_rank,
+    share,
 )
 from fairlead_distributed.predictions.folder import PredictionFolder, last_number
 from fairlead_distributed.predictions.reading import Predictions
@@ -184,9 +184,9 @@ class DistributedPredictionWriter(L.Callback):
         if not is_indexed(loader):
             return self._streamed(trainer, loader, folder, number)
         batches = batches_of(loader, number).first(self._limit)
-        done = folder.add_loader(number, {**_data_of(loader), **batches.described()})
-        folder.expect(number, len(batches))
-        drawn = Drawn(batches, Share(done.left(len(batches)), *self._part))
+        done = folder.add_loader(number, {**_data_of(loader), **batches.described()}, len(batches))
+        left = done.left(len(batches))
+        drawn = Drawn(batches, share(left, *self._part), padding=int(left[0]) if len(left) else 0)
         self._sources.append(drawn)
         # Without a length Lightning does not warn of a loader that is through.
         return drawing(loader, drawn) if len(drawn) else iter(())
@@ -196,9 +196,8 @@ class DistributedPredictionWriter(L.Callback):
         limit = self._limit
         if isinstance(limit, float):
             limit = None if limit == 1.0 else int(len(loader) * limit)
-        done = folder.add_loader(number, {**_data_of(loader), "limit": limit})
-        folder.expect(number, None)
-        stream = Stream(loader, done.count, done.samples, limit=limit, ended=folder.complete)
+        done = folder.add_loader(number, {**_data_of(loader), "limit": limit}, None)
+        stream = Stream(loader, len(done.numbers), done.samples, limit=limit, ended=folder.complete)
         self._sources.append(stream)
         return stream
 

@@ -28,7 +28,6 @@ from fairlead_runs.remote.listing import (
     retain,
     verify,
 )
-from fairlead_runs.remote.retrying import Retries
 from fairlead_runs.remote.store import Entry, Store
 from fairlead_runs.remote.uploading import upload
 from fairlead_runs.remote.urls import check_url, is_url, split_checkpoint_url
@@ -38,7 +37,6 @@ __all__ = [
     "Entry",
     "RemoteCheckpoint",
     "RemoteRun",
-    "Retries",
     "Store",
     "check_url",
     "checkpoint_at",

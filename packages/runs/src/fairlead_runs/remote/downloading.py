@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,11 +44,7 @@ def download(store: Store, checkpoint: RemoteCheckpoint, root: Path, *, threads:
     staged = stage(root, checkpoint.name.partition(".")[0], token=_TOKEN)
     with contextlib.ExitStack() as undo:
         undo.callback(abandon, staged)
-        with ThreadPoolExecutor(threads) as pool:
-            found = list(
-                pool.map(lambda item: _get(store, checkpoint.name, staged, *item), checkpoint.manifest.files.items())
-            )
-        damages = [damage for damage in found if damage is not None]
+        damages = _fetch_files(store, checkpoint.name, staged, checkpoint.manifest.files, threads)
         if damages:
             raise _damaged(checkpoint, damages)
         published = publish(staged, checkpoint.manifest.metadata, hashes=checkpoint.manifest.files)
@@ -87,17 +84,27 @@ def fetch(url: str, root: Path, *, store: Store | None = None) -> Checkpoint:
     return download(store, checkpoint_at(store, name), root)
 
 
-def _get(store: Store, checkpoint: str, staged: Path, name: str, expected: FileHash) -> Damage | None:
-    target, system = staged / name, Syscalls()
+def _fetch_files(
+    store: Store, checkpoint: str, staged: Path, files: Mapping[str, FileHash], threads: int
+) -> list[Damage]:
+    """What is wrong with a file also when it is fetched again: a connection may end too early without an error."""
+
+    def is_wrong(name: str) -> bool:
+        return hash_file(staged / name, files[name].algorithm, sync=True) != files[name]
+
+    wrong = list(files)
     try:
-        ensure_dir(target.parent, system)
-        for _ in range(2):  # a connection may end too early without an error
-            store.get(f"{checkpoint}/{name}", target)
-            if hash_file(target, expected.algorithm, sync=True) == expected:
-                return None
+        for name in files:
+            ensure_dir((staged / name).parent, Syscalls())
+        for _ in range(2):
+            store.get({f"{checkpoint}/{name}": staged / name for name in wrong}, at_a_time=threads)
+            with ThreadPoolExecutor(threads) as pool:
+                wrong = [name for name, bad in zip(wrong, pool.map(is_wrong, wrong), strict=True) if bad]
+            if not wrong:
+                break
     except OSError as error:
-        raise disk_error(error, "cannot write a downloaded checkpoint", target) from error
-    return Damage(Path(checkpoint), name, wrong_checksum(expected))
+        raise disk_error(error, "cannot write a downloaded checkpoint", staged) from error
+    return [Damage(Path(checkpoint), name, wrong_checksum(files[name])) for name in wrong]
 
 
 def _damaged(checkpoint: RemoteCheckpoint, damages: list[Damage]) -> DamagedCopyError:

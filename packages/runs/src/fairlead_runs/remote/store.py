@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import importlib
 import importlib.util
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead.install import install_line
 from fairlead_runs.commit.files import Content, ensure_dir, replace_file
 from fairlead_runs.commit.syscalls import Syscalls
-from fairlead_runs.remote.retrying import Retries, leave_the_global_generator, store_error
+from fairlead_runs.remote.store_errors import is_of_a_store, leave_the_global_generator, store_error
 from fairlead_runs.remote.urls import check_options, check_url, join
 
-T = TypeVar("T")
 MIB: Final = 1 << 20
-# A dead endpoint is noticed in seconds. Single parts are tried again by botocore and s3fs, whole files by `Retries`.
-_S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
+_S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60}  # a dead endpoint is noticed in seconds
 _PACKAGES: Final = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
@@ -42,20 +42,18 @@ class Entry:
 
 
 class Store:
-    """The objects below a URL; each call is tried again while the store does not answer.
+    """The objects below a URL.
 
-    Credentials and the endpoint come from where the store's own library looks for them.
+    The store's own library tries a request again that is not answered, and knows where credentials and the endpoint
+    are. What it gives up is a `CheckpointError`.
 
     Example:
         >>> store = Store.open("memory://docs/run")                                 # doctest: +SKIP
         >>> store.write("latest", b"step-00000200")                                 # doctest: +SKIP
     """
 
-    def __init__(
-        self, url: str, filesystem: Any, root: str, *, retries: Retries | None = None, part_mib: int = 32
-    ) -> None:
+    def __init__(self, url: str, filesystem: Any, root: str, *, part_mib: int = 32) -> None:
         self.url = url
-        self.retries = retries or Retries()
         self.part = part_mib * MIB
         self._fs = filesystem
         self._root = root.rstrip("/")
@@ -70,7 +68,7 @@ class Store:
         url: str,
         options: Mapping[str, Any] | None = None,
         *,
-        retries: Retries | None = None,
+        tries: int = 8,
         part_mib: int = 32,
     ) -> Store:
         """Opens the place; nothing is asked of the store yet.
@@ -78,7 +76,7 @@ class Store:
         Args:
             url: `s3://bucket/prefix`; any protocol of fsspec.
             options: For fsspec's file system, as `{"endpoint_url": ...}`; no secrets.
-            retries: How often each request is made.
+            tries: How often each request is made at S3, with pauses that double; other libraries have their own rule.
             part_mib: MiB of one part of a large object; two are in flight for each file.
 
         Raises:
@@ -92,7 +90,9 @@ class Store:
         if lacking is not None:
             raise lacking
         if url.startswith(("s3://", "s3a://")):
-            given["config_kwargs"] = {**_S3, **given.get("config_kwargs", {})}
+            # Not botocore's newer modes: their pauses draw from the global generator, which is the training's.
+            retries = {"total_max_attempts": tries, "mode": "legacy"}
+            given["config_kwargs"] = {**_S3, "retries": retries, **given.get("config_kwargs", {})}
         try:
             filesystem, root = importlib.import_module("fsspec.core").url_to_fs(
                 url, use_listings_cache=False, skip_instance_cache=True, **given
@@ -104,7 +104,7 @@ class Store:
         except Exception as error:  # some libraries look for credentials here
             raise store_error(error, "open the store", url) from error
         leave_the_global_generator()
-        return cls(url, filesystem, root, retries=retries, part_mib=part_mib)
+        return cls(url, filesystem, root, part_mib=part_mib)
 
     def at(self, name: str) -> Store:
         """The place below this one."""
@@ -112,16 +112,9 @@ class Store:
         child.url, child._root = join(self.url, name), f"{self._root}/{name}"
         return child
 
-    def with_retries(self, retries: Retries) -> Store:
-        """This place with another number of tries."""
-        other = copy.copy(self)
-        other.retries = retries
-        return other
-
     def list(self) -> dict[str, Entry]:
         """All objects below this place, by name, in order; empty where there is none."""
-
-        def found() -> dict[str, Entry]:
+        with self._asking("list what is there"):
             self._fs.invalidate_cache()
             try:
                 infos = self._fs.find(self._root, detail=True)
@@ -130,82 +123,66 @@ class Store:
             entries = (_entry(info, self._name(path)) for path, info in infos.items())
             return {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
 
-        return self.retries("list what is there", self.url, found)
-
-    def entry(self, name: str) -> Entry | None:
-        """One object as the store has it now; None where there is none."""
-
-        def found() -> Entry | None:
-            self._fs.invalidate_cache()
-            try:
-                info = self._fs.info(self._path(name))
-            except FileNotFoundError:
-                return None
-            return _entry(info, name) if info.get("type") != "directory" else None
-
-        return self.retries("look at an object", join(self.url, name), found)
-
     def read(self, name: str) -> bytes | None:
         """The content of a small object; None where there is none."""
-        try:
-            return self.retries(
-                "read an object", join(self.url, name), lambda: bytes(self._fs.cat_file(self._path(name)))
-            )
-        except FileNotFoundError:
-            return None
+        with self._asking("read an object", name), contextlib.suppress(FileNotFoundError):
+            return bytes(self._fs.cat_file(self._path(name)))
+        return None
 
     def chunks(self, name: str, size: int = 8 * MIB) -> Iterator[memoryview]:
-        """The content of an object, piece by piece; not tried again."""
-        with self._fs.open(self._path(name), "rb") as file:
+        """The content of an object, piece by piece."""
+        with self._asking("read an object", name), self._fs.open(self._path(name), "rb") as file:
             while data := file.read(size):
                 yield memoryview(data)
 
     def write(self, name: str, content: bytes) -> None:
         """Replaces a small object as a whole: whoever reads it meanwhile gets the old one or the new one."""
-
-        def written() -> None:
+        with self._asking("write an object", name):
             if self._local:
                 self._replace(name, content)
             else:
                 self._fs.pipe_file(self._path(name), content)
 
-        self.do("write an object", name, written)
+    def put(self, files: Mapping[str, Path], *, at_a_time: int = 4) -> None:
+        """Uploads files by their names here, so many at a time, a large one in parts.
 
-    def put(self, file: Path, name: str) -> None:
-        """Uploads a file, a large one in parts, in parallel; `OSError` where the file cannot be read."""
-        with file.open("rb"):  # what is wrong with the file is no fault of the store
-            pass
-
-        def uploaded() -> None:
-            if self._local:
+        No thread is left behind that an interpreter would wait for at its end: a store may not answer for long.
+        """
+        with self._asking("write an object", next(iter(files)) if len(files) == 1 else ""):
+            if not self._local:
+                places = [self._path(name) for name in files]
+                self._fs.put([*map(str, files.values())], places, **self._together(at_a_time), **self._put_options)
+                return
+            for name, file in files.items():
                 with file.open("rb") as source:
                     self._replace(name, partial(shutil.copyfileobj, source, length=MIB))
-            else:
-                self._fs.put_file(str(file), self._path(name), **self._put_options)
 
-        self.do("write an object", name, uploaded)
-
-    def get(self, name: str, file: Path) -> None:
-        """Downloads an object into a file; its content is not checked here."""
-        self.do("download an object", name, lambda: self._fs.get_file(self._path(name), str(file)))
+    def get(self, files: Mapping[str, Path], *, at_a_time: int = 8) -> None:
+        """Downloads objects, by their names here, into files, so many at a time; their contents are not checked."""
+        with self._asking("download an object", next(iter(files)) if len(files) == 1 else ""):
+            places = [self._path(name) for name in files]
+            self._fs.get(places, [*map(str, files.values())], **self._together(at_a_time))
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects; one that is gone already is no error."""
         for name in names:
-            try:
-                self.retries("delete an object", join(self.url, name), partial(self._fs.rm_file, self._path(name)))
-            except FileNotFoundError:
-                continue
+            with self._asking("delete an object", name), contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
         if self._local:
             self._remove_empty()
 
-    def do(self, what: str, name: str, call: Callable[[], T]) -> T:
-        """Calls what deals with an object until it works; an object that is not there is an error, too."""
-        url = join(self.url, name)
+    @contextmanager
+    def _asking(self, what: str, name: str = "") -> Iterator[None]:
+        """Says of an error of the store where it was, and what to do."""
         try:
-            return self.retries(what, url, call)
-        except FileNotFoundError as error:
-            raise store_error(error, what, url) from error
+            yield
+        except Exception as error:  # each store has its own; what is no error of a store is raised as it is
+            if not is_of_a_store(error):
+                raise
+            raise store_error(error, what, join(self.url, name)) from error
+
+    def _together(self, count: int) -> dict[str, int]:
+        return {"batch_size": count} if self._fs.async_impl else {}
 
     def _replace(self, name: str, content: Content) -> None:
         """A store answers when an object is durable, and whole; a file has to be told."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -59,13 +60,7 @@ def upload(
     if any(item.name == name for item in there):
         name = _free_name(path.name, {item.name for item in there if item.complete})
         store.delete([f"{name}/{MANIFEST}"])  # of a damaged one: it must not vouch for what is uploaded now
-    known = store.at(name).list()
-
-    def send(item: tuple[str, FileHash]) -> None:
-        _send(path / item[0], store, f"{name}/{item[0]}", item[1], known.get(item[0]), check)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(send, manifest.files.items()))
+    _send_files(path, store, name, manifest.files, threads=threads, check=check)
     if is_kept_forever(local):
         store.write(f"{name}/{KEEP}", b"This checkpoint is kept until this object is deleted.\n")
     if before_commit is not None:
@@ -81,38 +76,48 @@ def upload(
     return RemoteCheckpoint(join(store.url, name), place.step, place.version, manifest, None, entries)
 
 
-def _send(file: Path, store: Store, name: str, expected: FileHash, known: Entry | None, check: Check) -> None:
-    url = join(store.url, name)
-    try:
-        digest, sums = _read_once(file, expected, store.part)
+def _send_files(
+    path: Path, store: Store, checkpoint: str, files: Mapping[str, FileHash], *, threads: int, check: Check
+) -> None:
+    """Sends the files until the store has each as it is here, at most twice."""
+
+    def summed(item: tuple[str, FileHash]) -> tuple[str, str]:
+        name, expected = item
+        digest, sums = _read_once(path / name, expected, store.part)
         if digest != expected:
             raise CheckpointError(
                 "a checkpoint is damaged and was not uploaded",
-                where=str(file),
+                where=str(path / name),
                 why=f"its {expected.algorithm} checksum is wrong: the content has changed since it was written",
                 fix="check the disk; the copies of earlier checkpoints are not touched",
             )
-        if known is not None and known.size == expected.size and known.checksum in sums:
-            return
-        for last in (False, True):
-            store.put(file, name)
-            if _arrived(store, name, expected, sums, check):
-                return
-            if last:
-                raise _not_as_sent(url)
-    except OSError as error:
-        raise disk_error(error, "cannot read a checkpoint that is to be uploaded", file) from error
+        return sums
 
+    def is_there(name: str, known: Mapping[str, Entry], *, sent: bool) -> bool:
+        entry, expected = known.get(name), files[name]
+        if entry is None or entry.size != expected.size:
+            return False
+        if entry.checksum in sums[name]:
+            return True
+        # What an earlier attempt has left may be of another content. With encryption by KMS, or other parts than
+        # expected, an ETag says nothing of it.
+        by_size = check == "size" or entry.checksum is None
+        return sent and (by_size or changed(store, checkpoint, name, expected) is None)
 
-def _arrived(store: Store, name: str, expected: FileHash, sums: tuple[str, str], check: Check) -> bool:
-    entry = store.entry(name)
-    if entry is None or entry.size != expected.size:
-        return False
-    if check == "size" or entry.checksum is None or entry.checksum in sums:
-        return True
-    # With encryption by KMS, or other parts than expected, an ETag says nothing of the content.
-    checkpoint, _, inside = name.partition("/")
-    return changed(store, checkpoint, inside, expected) is None
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            sums = dict(zip(files, pool.map(summed, files.items()), strict=True))
+            for tries in range(3):
+                known = store.at(checkpoint).list()
+                there = list(pool.map(partial(is_there, known=known, sent=tries > 0), files))
+                lacking = [name for name, is_right in zip(files, there, strict=True) if not is_right]
+                if not lacking:
+                    return
+                if tries == 2:
+                    raise _not_as_sent(join(store.url, checkpoint, lacking[0]))
+                store.put({f"{checkpoint}/{name}": path / name for name in lacking}, at_a_time=threads)
+        except OSError as error:
+            raise disk_error(error, "cannot read a checkpoint that is to be uploaded", path) from error
 
 
 def _read_once(file: Path, expected: FileHash, part: int) -> tuple[FileHash, tuple[str, str]]:
