@@ -1,6 +1,6 @@
 """One test for each private part of Lightning that is used: they fail when Lightning changes it.
 
-Each says after "If it breaks" what to do then; `docs/design.md` says what a user loses until that is done.
+Each says after "If it breaks" what to do then; `docs/decisions.md` says what a user loses until that is done.
 """
 
 from __future__ import annotations
