@@ -13,12 +13,10 @@ import pytest
 
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.submission import Request, Submitter
-from fairlead_launch.submission.lsf import LSFSubmitterConfig
-from fairlead_launch.submission.lsf_runtime import LSFSubmitter
+from fairlead_launch.submission.lsf import LSFSubmitter, LSFSubmitterConfig
 from fairlead_launch.submission.network import NETWORKS
 from fairlead_launch.submission.requests import variables
-from fairlead_launch.submission.slurm import SLURMSubmitterConfig
-from fairlead_launch.submission.slurm_runtime import SLURMSubmitter
+from fairlead_launch.submission.slurm import SLURMSubmitter, SLURMSubmitterConfig
 
 NASTY = 'it\'s a "run"; $(touch owned) `touch owned`'
 

@@ -176,6 +176,6 @@ class Submitter(ABC):
         """The file that the scheduler writes the job's output to, `*` for what differs between members; None: none."""
         return None
 
-    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
+    def logs_command(self, job: str) -> Sequence[str]:
         """The command that prints a job's output where there is no such file; empty: there is none."""
         return ()
