@@ -122,14 +122,10 @@ class DistributedLauncher:
 
     def _take(self, place: Place) -> None:
         """Takes the numbers of this node from what has started its launcher."""
-        if place.num_nodes <= self.config.spares:
-            raise ConfigError(
-                f"{self.config.spares} spares of {place.num_nodes} nodes leave none that trains", where="--spares"
-            )
         self._say(f"started by {place.by}: this is node {place.node_rank} of {place.num_nodes}")
         self.config = self.config.model_copy(
             update={
-                "nnodes": place.num_nodes - self.config.spares,
+                "nnodes": place.num_nodes,
                 "node_rank": place.node_rank,
                 "master_addr": place.address,
                 "master_port": self.config.master_port or place.port,
@@ -139,7 +135,7 @@ class DistributedLauncher:
     def _run(self, count: int, reason: str, received: list[int], words: Sequence[str]) -> int:
         config = self.config
         restarts = Restarts(config.max_restarts, when_saved=not find_jobs(self._environ, self._plugins))
-        if config.nodes == (1, 1) and not config.spares:
+        if config.nodes == (1, 1):
             with closing(OneNode(config.master_addr, config.master_port)) as one:
                 return run_with_restarts(
                     lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
@@ -152,7 +148,6 @@ class DistributedLauncher:
             config.master_port,
             nodes=config.nodes,
             rank=config.node_rank,
-            spares=config.spares,
             count=count,
             start_s=config.start_timeout,
             restarts=restarts,

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from fairlead.errors import RunFailedError
 from fairlead_launch.restarts import Restarts
 from fairlead_launch.verdict import SAVED
-from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, Node, packed, unpacked
+from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
 
 _TICK_S: Final = 0.1
 _LATE_S: Final = 5.0
@@ -31,14 +31,42 @@ _STOP_S: Final = 45.0
 _LEAVE_S: Final = 5.0
 """The same to hear of the end."""
 _FINAL: Final = (signal.SIGTERM, signal.SIGINT)
-_SETTINGS: Final = ("least", "most", "spares", "count")
+_SETTINGS: Final = {"least": "nodes at least", "most": "nodes at most", "count": "processes a node"}
+"""What all launchers must be asked for alike, and what it is called."""
+
+
+@dataclass(eq=False)
+class _Node:
+    """A launcher that has come."""
+
+    line: Line
+    arrival: int
+    heard: float
+    name: str = "a connection that has not said who it is"
+    rank: int = -1
+    lead: bool = False
+    count: int = 0
+    port: int | None = None
+    """Where its rank 0 would listen in the next start, for which it waits; None: it does not."""
+    waits: bool = False
+    """It was told that others run without it."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it has said who it is."""
+        return self.rank >= 0
+
+    def place(self) -> tuple[bool, int, int]:
+        """What nodes are sorted by: node 0 first, then by number, then as they came."""
+        return (not self.lead, self.rank, self.arrival)
 
 
 @dataclass
-class _Round:
-    """One start of the ranks."""
+class _Start:
+    """One start of the ranks on `size` nodes; its `members` are those of them that are not lost."""
 
-    members: list[Node]
+    size: int
+    members: list[_Node]
     results: dict[int, Message] = field(default_factory=dict)
     give_up_at: float | None = None
     grows: bool = False
@@ -51,31 +79,24 @@ class Meeting:
         listener: Where the launchers come.
         address: What the ranks of other nodes reach this machine by.
         nodes: The least and the largest number of nodes of a start.
-        spares: How many more may wait.
         start_s: Seconds in which the nodes of a start must have come.
         restarts: How often there is another start.
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        address: str,
-        *,
-        nodes: tuple[int, int],
-        spares: int,
-        start_s: float,
-        restarts: Restarts,
+        self, listener: socket.socket, address: str, *, nodes: tuple[int, int], start_s: float, restarts: Restarts
     ) -> None:
         self._listener, self._address = listener, address
-        (self._least, self._most), self._spares = nodes, spares
+        self._least, self._most = nodes
         self._start_s, self._restarts = start_s, restarts
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._nodes: list[Node] = []
-        self._order: list[Node | None] = []
-        """The members of the last start in the order of their node ranks; None: lost since."""
-        self._round: _Round | None = None
-        self._rounds = self._arrivals = 0
+        self._nodes: list[_Node] = []
+        self._last: _Start | None = None
+        """The newest start of the ranks."""
+        self._running = False
+        """Whether its ranks still run; else the nodes of the next one are waited for."""
+        self._starts = self._arrivals = 0
         self._gather_since = self._came = self._alive = time.monotonic()
         self._lost: list[str] = []
         self._stop: int | None = None
@@ -95,10 +116,10 @@ class Meeting:
                 self._listen()
                 if self._over:
                     leave_by = leave_by or time.monotonic() + _LEAVE_S
-                elif self._round is None:
-                    self._gather()
+                elif self._last is not None and self._running:
+                    self._watch(self._last)
                 else:
-                    self._watch(self._round)
+                    self._gather()
         finally:
             for node in self._nodes:
                 node.line.close()
@@ -129,123 +150,113 @@ class Meeting:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(SILENT_S)
-        node = Node(Line(connection), self._arrivals, time.monotonic())
+        node = _Node(Line(connection), self._arrivals, time.monotonic())
         self._arrivals += 1
         self._nodes.append(node)
         self._selector.register(connection, selectors.EVENT_READ, node)
 
-    def _leave(self, node: Node, why: str) -> None:
+    def _leave(self, node: _Node, why: str) -> None:
         self._nodes.remove(node)
         self._selector.unregister(node.line.socket)
         node.line.close()
-        if node not in self._order or self._over:
+        last = self._last
+        if last is None or node not in last.members or self._over:
             return
-        self._order[self._order.index(node)] = None
+        last.members.remove(node)
         self._lost.append(node.name)
-        if self._round is not None and node.arrival not in self._round.results:
+        if self._running and node.arrival not in last.results:
             error = RunFailedError(f"{node.name} was lost", why=why, fix="look at that machine, and at its own output")
-            self._round.results[node.arrival] = {"error": packed(error), "first": True, "step": None}
-            self._trouble(self._round, f"{node.name} was lost: {why}")
+            last.results[node.arrival] = {"error": packed(error), "first": True, "step": None}
+            self._trouble(last, f"{node.name} was lost: {why}")
 
-    def _take(self, node: Node, message: Message) -> None:
-        kind = message["kind"]
+    def _take(self, node: _Node, message: Message) -> None:
+        kind, last = message["kind"], self._last if self._running else None
         if kind == "hello" and not node.known:
             self._welcome(node, message)
         elif kind == "ready" and node.known:
             node.port = message["port"]
             self._came = time.monotonic()
-        elif kind == "stop" and self._round is not None and node not in self._round.members:
-            self._tell([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # a spare goes
+        elif kind == "stop" and last is not None and node not in last.members:
+            self._tell([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # the others go on
         elif kind == "stop" and (self._stop is None or (self._stop not in _FINAL and message["signal"] in _FINAL)):
             self._stop = message["signal"]
             self._tell([other for other in self._nodes if other is not node], message)
-        elif kind == "ended" and self._round is not None and node in self._round.members:
-            self._round.results[node.arrival] = message
+        elif kind == "ended" and last is not None and node in last.members:
+            last.results[node.arrival] = message
             failed = message["error"] is not None
             if failed and message["first"] and self._stop is None:
-                self._trouble(self._round, f"{node.name}: {message['error']['what']}")
+                self._trouble(last, f"{node.name}: {message['error']['what']}")
             elif failed or message["code"] not in (0, SAVED):
                 patience = _OTHERS_S if self._stop is None else _STOP_S
-                self._round.give_up_at = self._round.give_up_at or time.monotonic() + patience
+                last.give_up_at = last.give_up_at or time.monotonic() + patience
 
-    def _welcome(self, node: Node, message: Message) -> None:
-        own = {"least": self._least, "most": self._most, "spares": self._spares}
-        own["count"] = next((one.settings["count"] for one in self._nodes if one.known), message["count"])
-        node.settings = {name: message[name] for name in _SETTINGS}
-        known = [one for one in self._nodes if one.known]
+    def _welcome(self, node: _Node, message: Message) -> None:
+        known = self._known()
+        own = {"least": self._least, "most": self._most, "count": known[0].count if known else message["count"]}
         asked = f"node {message['rank']} on {message['host']}"
         refused = None
-        if different := [name for name in _SETTINGS if own[name] != node.settings[name]]:
-            here, there = ({_WORDS[name]: one[name] for name in different} for one in (own, node.settings))
-            refused = f"it asks for {_words(there)}, and the others for {_words(here)}"
-        elif len(known) >= self._most + self._spares:
+        if different := [name for name in _SETTINGS if own[name] != message[name]]:
+            here, there = (", ".join(f"{one[name]} {_SETTINGS[name]}" for name in different) for one in (own, message))
+            refused = f"it asks for {there}, and the others for {here}"
+        elif len(known) >= self._most:
             refused = f"{len(known)} nodes are there already: {', '.join(one.name for one in known)}"
-        elif self._least == self._most and (twin := [one for one in known if one.rank == message["rank"]]):
+        elif self._fixed and (twin := [one for one in known if one.rank == message["rank"]]):
             refused = f"{twin[0].name} is there already"
         if refused is not None:
             self._tell([node], {"kind": "refused", "why": refused, "who": asked})
             return
-        node.rank, node.lead = message["rank"], message["lead"]
-        fixed = self._least == self._most
-        node.name = asked if fixed else f"the node on {message['host']} (process {message['pid']})"
+        node.rank, node.lead, node.count = message["rank"], message["lead"], message["count"]
+        node.name = asked if self._fixed else f"the node on {message['host']} (process {message['pid']})"
         if node.name in self._lost:
             self._lost.remove(node.name)
         self._came = time.monotonic()
 
+    @property
+    def _fixed(self) -> bool:
+        return self._least == self._most
+
+    def _known(self) -> list[_Node]:
+        return sorted((node for node in self._nodes if node.known), key=_Node.place)
+
     def _gather(self) -> None:
         """Starts the ranks, when enough nodes are there."""
-        known = sorted((node for node in self._nodes if node.known), key=Node.place)
-        waiting = [node for node in known if node.port is not None]
+        waiting = [node for node in self._known() if node.port is not None]
         now = time.monotonic()
         if self._stop is not None:
-            self._end(SAVED if self._rounds else 128 + self._stop, self._last_error)
-        elif self._impossible():
-            self._end(1, self._too_few(known))
+            self._end(SAVED if self._starts else 128 + self._stop, self._last_error)
+        elif self._fixed and self._lost:  # into a range others may come
+            self._end(1, self._too_few())
         elif len(waiting) >= self._least and waiting[0].lead and self._settled(waiting, now):
             self._start(waiting)
         elif now - self._gather_since > self._start_s:
-            self._end(1, self._too_few(known))
+            self._end(1, self._too_few())
 
-    def _settled(self, waiting: Sequence[Node], now: float) -> bool:
+    def _settled(self, waiting: Sequence[_Node], now: float) -> bool:
         """Whether nobody else is to be waited for."""
-        late = now - self._came > _LATE_S
-        if self._rounds == 0:
-            fixed = self._least == self._most  # a spare may come before one that is to run
-            first = set(range(self._most)) <= {node.rank for node in waiting} if fixed else len(waiting) >= self._most
-            return first or late
-        return all(node is None or node.port is not None for node in self._order)  # else it still ends its ranks
+        if self._last is None:
+            return len(waiting) >= self._most or now - self._came > _LATE_S
+        return all(node.port is not None for node in self._last.members)  # else it still ends its ranks
 
-    def _impossible(self) -> bool:
-        """Whether so many are lost that nobody is left to wait for; into a range others may come."""
-        return self._least == self._most and self._most + self._spares - len(self._lost) < self._least
-
-    def _too_few(self, known: Sequence[Node]) -> Message:
-        came = ", ".join(node.name for node in known)
-        where = None
+    def _too_few(self) -> Message:
+        known, where = self._known(), None
         if self._lost:
-            rest = "no other node is left" if self._impossible() else f"no other came within {self._start_s:g} s"
+            rest = "no other node is left" if self._fixed else f"no other came within {self._start_s:g} s"
             what = f"{', '.join(self._lost)} lost: {rest}"
-            fix = "start it again with a machine in its place; --spares 1 has one wait for that"
+            fix = "start it again with a machine in its place; a range, as --nnodes 2:4, continues without a lost node"
         else:
             what = f"{len(known)} of {self._least} nodes came within {self._start_s:g} s"
-            if self._least == self._most:
+            if self._fixed:
                 absent = [str(rank) for rank in range(self._most) if rank not in {node.rank for node in known}]
                 where = f"not heard of: node {', '.join(absent)}" if absent else None
             fix = "look at the launchers of the others; a slow start needs a longer --start-timeout"
-        why = f"there {'is' if len(known) == 1 else 'are'}: {came}"
+        why = f"there {'is' if len(known) == 1 else 'are'}: {', '.join(node.name for node in known)}"
         last = self._last_error
         if last is not None and last["what"] not in what:
             why += f"\nbefore that: {last['what']}"
         return packed(RunFailedError(what, where=where, why=why, fix=fix))
 
-    def _start(self, waiting: Sequence[Node]) -> None:
-        rest = [node for node in waiting if node not in self._order]
-        before = [node for node in self._order if node is not None]
-        places = [node if node is not None or not rest else rest.pop(0) for node in self._order]
-        while len(places) < self._most and rest:
-            places.append(rest.pop(0))
-        members = [node for node in places if node is not None]
-        changed = self._changed(before, members) if self._rounds else None
+    def _start(self, members: Sequence[_Node]) -> None:
+        changed = self._changed(self._last, members) if self._last is not None else None
         for index, node in enumerate(members):
             self._tell(
                 [node],
@@ -255,63 +266,57 @@ class Meeting:
                     "node_rank": index,
                     "address": self._address,
                     "port": members[0].port,
-                    "start": self._rounds,
+                    "start": self._starts,
                     "changed": changed,
                 },
             )
         for node in members:
-            node.port, node.spare = None, False
-        self._order, self._round = list(members), _Round(members)
-        self._rounds += 1
-        for node in rest:
-            self._wait(node)
+            node.port, node.waits = None, False
+        self._last, self._running = _Start(len(members), list(members)), True
+        self._starts += 1
 
-    def _changed(self, before: Sequence[Node], members: Sequence[Node]) -> str | None:
-        new = [node.name for node in members if node not in before]
+    @staticmethod
+    def _changed(before: _Start, members: Sequence[_Node]) -> str | None:
+        new = [node.name for node in members if node not in before.members]
         parts = [f"{', '.join(new)} came in"] if new else []
-        if len(members) != len(self._order):
+        if len(members) != before.size:
             what = "trainer.batch_policy decides what becomes of the batch"
-            parts.append(f"{len(members)} node{'s'[: len(members) != 1]}, {len(self._order)} before: {what}")
+            parts.append(f"{len(members)} node{'s'[: len(members) != 1]}, {before.size} before: {what}")
         return "; ".join(parts) or None
 
-    def _wait(self, node: Node) -> None:
-        """Says once to a node that it is not needed now."""
-        if not node.spare:
-            node.spare = True
-            self._tell([node], {"kind": "spare", "running": len(self._order), "full": len(self._order) >= self._most})
-
-    def _watch(self, this: _Round) -> None:
+    def _watch(self, this: _Start) -> None:
         """Looks for what the ranks of a start need next."""
         for node in self._nodes:
             if node.port is not None and node not in this.members:
-                if len(this.members) < self._most and not this.grows and not this.results and self._stop is None:
+                if not this.grows and not this.results and self._stop is None:
                     this.grows = True
                     self._tell(this.members, {"kind": "grow", "who": node.name})
-                self._wait(node)
+                if not node.waits:
+                    node.waits = True
+                    self._tell([node], {"kind": "wait", "running": this.size})
         if this.give_up_at is not None and time.monotonic() > this.give_up_at:
             self._trouble(this, "the ranks of another node have ended")
-        if len(this.results) == len(this.members):
+        if len(this.results) == this.size:
             self._judge(this)
 
-    def _judge(self, this: _Round) -> None:
+    def _judge(self, this: _Start) -> None:
         """Another start, or the end, when the ranks of all nodes have ended."""
         results = sorted(this.results.values(), key=lambda one: (one["error"] is None, not one.get("first")))
-        first = results[0]
+        error = results[0]["error"]
         steps = [one["step"] for one in results if one["step"] is not None]
         codes = [one["code"] for one in results if one["error"] is None]
-        error = first["error"]
         saved = {SAVED, 128 + signal.SIGTERM} if this.grows else {SAVED}  # without a requeuer a stop wants no start
         if error is None and (self._stop is not None or not set(codes) <= {0} | saved or not any(codes)):
             self._end(max([code for code in codes if code != SAVED] if set(codes) - {0, SAVED} else codes))
         elif error is not None and self._stop is not None:
             self._end(1, error)
-        elif self._impossible():
+        elif self._fixed and self._lost:
             self._last_error = error
-            self._end(1, self._too_few(sorted((node for node in self._nodes if node.known), key=Node.place)))
+            self._end(1, self._too_few())
         else:
             self._again(this, error, max(steps, default=None))
 
-    def _again(self, this: _Round, error: Message | None, step: int | None) -> None:
+    def _again(self, this: _Start, error: Message | None, step: int | None) -> None:
         told: str | None = "restarting the ranks, with the node that has come"
         if error is not None or not this.grows:
             try:
@@ -323,28 +328,20 @@ class Meeting:
             self._end(SAVED)
             return
         self._last_error = error
-        self._round, self._gather_since = None, time.monotonic()
-        lead = [node for node in this.members if node.lead]
-        self._tell(lead, {"kind": "again", "text": told})
+        self._running, self._gather_since = False, time.monotonic()
         short = f"{error['what']}; restarting the ranks" if error is not None else told
-        self._tell([node for node in this.members if node not in lead], {"kind": "again", "text": short})
+        for node in this.members:
+            self._tell([node], {"kind": "again", "text": told if node.lead else short})
 
     def _end(self, code: int, error: Message | None = None) -> None:
         """The same for all nodes."""
         self._over = True
         self._tell(self._nodes, {"kind": "end", "code": 1 if error is not None else code, "error": error})
 
-    def _trouble(self, this: _Round, why: str) -> None:
+    def _trouble(self, this: _Start, why: str) -> None:
         """Has the ranks taken down that still run."""
         self._tell([n for n in this.members if n.arrival not in this.results], {"kind": "trouble", "why": why})
 
-    def _tell(self, nodes: Sequence[Node], message: Message) -> None:
+    def _tell(self, nodes: Sequence[_Node], message: Message) -> None:
         for node in nodes:
             node.line.send(message)
-
-
-_WORDS: Final = {"least": "nodes at least", "most": "nodes at most", "spares": "spares", "count": "processes a node"}
-
-
-def _words(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{value} {name}" for name, value in settings.items())

@@ -34,7 +34,6 @@ class SeveralNodes:
         port: The port on which the launchers meet there; None: 29500.
         nodes: The least and the largest number of nodes of a start.
         rank: Which node this is; among equals the one that comes first is first.
-        spares: Nodes beyond the largest number that wait.
         count: Processes of each node.
         start_s: Seconds in which the nodes of a start must have come.
         restarts: How often the whole job is started again; node 0 counts.
@@ -48,21 +47,18 @@ class SeveralNodes:
         *,
         nodes: tuple[int, int],
         rank: int,
-        spares: int,
         count: int,
         start_s: float,
         restarts: Restarts,
         say: Callable[[str], None],
     ) -> None:
         self._address, self._port, self._rank = address, port or DEFAULT_PORT, rank
-        self._nodes, self._spares, self._start_s, self._say = nodes, spares, start_s, say
-        self._restarts = restarts
+        self._nodes, self._start_s, self._restarts, self._say = nodes, start_s, restarts, say
         self._hello = {"kind": "hello", "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "count": count}
-        self._hello |= {"least": nodes[0], "most": nodes[1], "spares": spares}
+        self._hello |= {"least": nodes[0], "most": nodes[1]}
         self._meeting: Meeting | None = None
         self._line: Line | None = None
         self._inbox = collections.deque[Message]()
-        self._heard = time.monotonic()
         self._gone = threading.Event()
         self._received: list[int] = []
         self._told: int | None = None
@@ -89,8 +85,9 @@ class SeveralNodes:
                 if message["kind"] == "go":
                     self._starts = message["start"] + 1
                     return Members(**{name: value for name, value in message.items() if name != "kind"})
-                if message["kind"] == "spare":
-                    self._say(_waits(message))
+                if message["kind"] == "wait":
+                    run = "1 node runs" if message["running"] == 1 else f"{message['running']} nodes run"
+                    self._say(f"{run} the job: this one comes in when their ranks have saved, or at their next start")
             if self._end is not None:
                 return self._ended(self._end)
             self._pass_on(received[0] if received else None)
@@ -128,12 +125,7 @@ class SeveralNodes:
         """Comes to where the nodes meet, or has them meet here; False: a signal came first."""
         if self._rank == 0 and (listener := self._listener()) is not None:
             self._meeting = Meeting(
-                listener,
-                self._address,
-                nodes=self._nodes,
-                spares=self._spares,
-                start_s=self._start_s,
-                restarts=self._restarts,
+                listener, self._address, nodes=self._nodes, start_s=self._start_s, restarts=self._restarts
             )
         began, patient = time.monotonic(), False
         address = "localhost" if self.leads else self._address
@@ -159,7 +151,7 @@ class SeveralNodes:
             time.sleep(_TRY_S)
         connection.settimeout(SILENT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._line, self._heard = Line(connection), time.monotonic()
+        self._line = Line(connection)
         self._line.send({**self._hello, "lead": self.leads})
         threading.Thread(target=self._read, args=(self._line,), name="fairlead-node", daemon=True).start()
         threading.Thread(target=self._live, args=(self._line,), name="fairlead-alive", daemon=True).start()
@@ -199,7 +191,6 @@ class SeveralNodes:
 
     def _read(self, line: Line) -> None:
         while (messages := line.receive()) is not None:
-            self._heard = time.monotonic()
             self._inbox.extend(messages)
         self._gone.set()
 
@@ -281,13 +272,6 @@ def run_on_nodes(make: Callable[[Members], Group], nodes: SeveralNodes, received
         except RunFailedError as error:
             ended = Ended(1, error)
         nodes.report(Ended(ended.code, ended.error, last_step(group), group.stop))
-
-
-def _waits(message: Message) -> str:
-    nodes = "1 node runs" if message["running"] == 1 else f"{message['running']} nodes run"
-    if message["full"]:
-        return f"this node is a spare: {nodes} the job, and it takes the place of one that is lost"
-    return f"{nodes} the job: this one comes in when their ranks have saved, or at their next start"
 
 
 def _is_here(address: str) -> bool:

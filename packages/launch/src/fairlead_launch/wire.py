@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fairlead.errors import FairleadError, RunFailedError
@@ -64,31 +63,6 @@ class Line:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
-
-
-@dataclass
-class Node:
-    """A launcher that has come."""
-
-    line: Line
-    arrival: int
-    heard: float
-    name: str = "a connection that has not said who it is"
-    rank: int = -1
-    lead: bool = False
-    port: int | None = None
-    """Where its rank 0 would listen in the next start, for which it waits; None: it does not."""
-    spare: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def known(self) -> bool:
-        """Whether it has said who it is."""
-        return self.rank >= 0
-
-    def place(self) -> tuple[bool, int, int]:
-        """What nodes are sorted by: node 0 first, then by number, then as they came."""
-        return (not self.lead, self.rank, self.arrival)
 
 
 def packed(error: FairleadError) -> Message:
