@@ -7,7 +7,6 @@ variables, the command. As long as that is open the launcher there runs; Ctrl-C 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -23,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from fairlead.errors import ConfigError, MissingDependencyError, RunFailedError
-from fairlead.install import install_line
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead.hostlist import expand
 from fairlead_launch.remote import STARTED
 
 _SSH: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
@@ -58,28 +57,13 @@ def hosts_of(text: str | None, file: str | None) -> list[str]:
             )
     assert text is not None
     try:
-        hosts = _expand(text)
+        hosts = expand(text)
     except ValueError as error:
         raise ConfigError(str(error), where=f"--hosts {text}", fix="write them as n1,n2 or n[1-4]") from error
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if not hosts or twice or any(host.startswith("-") for host in hosts):
         what = f"{', '.join(twice)} is there more than once" if twice else "these are no hosts"
         raise ConfigError(what, where=f"--hosts {text}", fix="name each host once")
-    return hosts
-
-
-def _expand(text: str) -> list[str]:
-    if "[" not in text:
-        return [host for host in re.split(r"[\s,]+", text) if host]
-    try:
-        notation = importlib.import_module("fairlead_environments.slurm.hostlist")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the brackets in {text} are read by fairlead-environments, which is not installed",
-            where="--hosts",
-            fix=f"{install_line('check')}, or name the hosts one by one: n1,n2",
-        ) from error
-    hosts: list[str] = notation.expand(text)
     return hosts
 
 

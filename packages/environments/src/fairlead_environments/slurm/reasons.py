@@ -10,7 +10,7 @@ from typing import Final
 
 from fairlead import StopReason
 from fairlead.facts import Why
-from fairlead_environments.slurm.hostlist import expand
+from fairlead.hostlist import expand
 from fairlead_runs.programs import ask
 
 # States that a job may be in while its processes still run. COMPLETING hides what it was ended for.

@@ -111,7 +111,7 @@ def variables(config: SubmitterConfigBase) -> dict[str, str]:
                 fix=f"export {name} in the shell that submits, or read it from a file in `submit.setup`; "
                 "on Kubernetes name a Secret that has it in `submit.secrets`",
             )
-    network = NETWORKS[config.network].variables if config.network is not None else {}
+    network = NETWORKS[config.network] if config.network is not None else {}
     own = {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in config.env.items()}
     return {**network, **own}
 

@@ -175,19 +175,15 @@ class SLURMSubmitter(Submitter):
         return done.output.strip().splitlines()[-1].partition(";")[0]
 
     def state(self, job: str) -> JobState:
-        """As squeue says it; of a job that it has forgotten as sacct does, or scontrol where there is no sacct."""
+        """As squeue says it, which knows a job for some minutes after its end; else as sacct does."""
         environ = {**self.environ, "SLURM_TIME_FORMAT": "standard"}
-        asked = ["squeue", "--noheader", "--array", "--jobs", job, "--Format", ",".join(f"{n}:|" for n in _SQUEUE)]
-        said, _ = ask(asked, time.monotonic() + _TIMEOUT, environ)
-        found = [_state(dict(zip(_SQUEUE, line.split("|"), strict=False))) for line in said.splitlines() if line]
-        if found:
-            return of_all(found, "")
-        asked = ["sacct", "--parsable2", "--noheader", "--allocations", "--jobs", job, f"--format={','.join(_SACCT)}"]
-        said, problem = ask(asked, time.monotonic() + _TIMEOUT, environ)
-        rows = [dict(zip(_SACCT, line.split("|"), strict=False)) for line in said.splitlines() if line.count("|") >= 4]
-        if not rows:
-            said, problem = ask(["scontrol", "show", "job", "-o", job], time.monotonic() + _TIMEOUT, environ)
-            rows = [_shown(line) for line in said.splitlines() if "JobState=" in line]
+        squeue = ["squeue", "--noheader", "--array", "--states=all", "--Format", ",".join(f"{n}:|" for n in _SQUEUE)]
+        sacct = ["sacct", "--parsable2", "--noheader", "--allocations", f"--format={','.join(_SACCT)}"]
+        for asked, names in ((squeue, _SQUEUE), (sacct, _SACCT)):
+            said, problem = ask([*asked, "--jobs", job], time.monotonic() + _TIMEOUT, environ)
+            rows = [dict(zip(names, line.split("|"), strict=False)) for line in said.splitlines() if "|" in line]
+            if rows:
+                break
         return of_all(map(_state, rows), problem or "SLURM has forgotten the job")
 
     def cancel(self, job: str) -> None:
@@ -254,19 +250,12 @@ class SLURMSubmitter(Submitter):
 
 def _state(row: Mapping[str, str]) -> JobState:
     # `CANCELLED by 1000`; an array's reason is `(Resources)` in some versions.
-    name = (row.get("State") or row.get("JobState") or "").strip().partition(" ")[0].rstrip("+")
+    name = row["State"].strip().partition(" ")[0].rstrip("+")
     reason = row.get("Reason", "").strip().strip("()")
     details = {key: value.strip() for key, value in row.items() if key != "Reason"}
     if name == "PENDING" and reason.startswith("JobHeld"):
         reason += ": `scontrol release` lets it start"
     return JobState(_PHASES.get(name, "unknown"), "" if reason == "None" else reason, details)
-
-
-def _shown(line: str) -> dict[str, str]:
-    names = ("JobState", "Reason", "Restarts", "ExitCode", "StartTime", "EndTime", "NodeList")
-    # A job may be called anything: what stands behind its name counts.
-    found = [part.partition("=") for part in line.partition(" UserId=")[2].split()]
-    return {name: value for name, equals, value in found if equals and name in names}
 
 
 def _minutes(seconds: float) -> str:
