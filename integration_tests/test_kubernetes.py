@@ -23,7 +23,7 @@ from fairlead import PluginManager
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig
 from fairlead_launch.ports import free_port
-from fairlead_launch.submission.submission import make_plan
+from fairlead_launch.submission.plan import make_plan
 from integration_tests.jobs import JOB, changed, names, repository, start
 
 KINDS = {

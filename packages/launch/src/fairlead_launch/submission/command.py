@@ -13,9 +13,8 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import Finding, errors_in
 from fairlead_launch.submission.local import run_here
-from fairlead_launch.submission.plan import Plan
+from fairlead_launch.submission.plan import Plan, make_plan
 from fairlead_launch.submission.records import Record
-from fairlead_launch.submission.submission import make_plan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
