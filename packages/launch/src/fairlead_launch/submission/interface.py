@@ -12,12 +12,6 @@ from fairlead.config_bases import SubmitterConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
 
-REFUSED: Final = (
-    "change what it names in the job's `submit` (account, partition or queue, time, options) or `resources`; "
-    "`fairlead submit --dry-run` shows the script"
-)
-"""What to do where a scheduler refuses a job, in its own words."""
-
 
 class NotAnsweredError(RunFailedError):
     """The scheduler did not answer in time: nobody knows whether the job is queued, so its files stay."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from fairlead.errors import ConfigError, RunFailedError
+from fairlead.errors import ConfigError
 from fairlead.plugin_classes import SubmitterPlugin
-from fairlead_launch.submission.batch import BatchSubmitterConfig, batch_values, job_file_word, own_options
-from fairlead_launch.submission.interface import REFUSED, JobState, NotAnsweredError, Phase, Request, Submitter, of_all
-from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig
+from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
+from fairlead_launch.submission.templates import Raw, words
 from fairlead_runs.exit_codes import ExitCode
-from fairlead_runs.programs import ask, find
 
 
 class LSFSubmitterConfig(BatchSubmitterConfig):
@@ -41,7 +38,6 @@ class LSF(SubmitterPlugin):
     runtime = "fairlead_launch.submission.lsf:build"
 
 
-_TIMEOUT: Final = 60.0
 _PHASES: Final[Mapping[str, Phase]] = {
     "PEND": "queued",
     "PSUSP": "queued",
@@ -57,10 +53,11 @@ _PHASES: Final[Mapping[str, Phase]] = {
 }
 
 
-class LSFSubmitter(Submitter):
+class LSFSubmitter(BatchSubmitter):
     """`bsub`; asked by `bjobs`, ended by `bkill`."""
 
     config: LSFSubmitterConfig
+    submits, asks, cancels = "bsub", "bjobs", "bkill"
     first_index = 1
 
     def render(self, request: Request) -> Mapping[str, str]:
@@ -87,43 +84,28 @@ class LSFSubmitter(Submitter):
             own["-wa"] = own["-wt"] = None  # bsub refuses a warning that would come before the start
         if config.constraint:
             own["-R"] = " ".join(filter(None, (str(own.get("-R") or ""), config.constraint)))
-        values = {
-            **batch_values(config, request),
-            "options": [option(_dashed(name), value) for name, value in own_options(own, config).items()],
-            "launcher": self._launcher(request),
-            "command": self._command(request),
-            "threads": None if request.gpus else request.cpus_per_device,
-        }
-        return {"job.lsf": render_template("lsf.sh.j2", values, own=config.template, cwd=request.cwd)}
+        script = self.script(
+            "lsf.sh.j2",
+            request,
+            own,
+            launcher=self._launcher(request),
+            command=Raw(f"{words([*self.inside(request), *request.command, 'fit'])} {self.job_file(request)}"),
+            threads=None if request.gpus else request.cpus_per_device,
+        )
+        return {"job.lsf": script}
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
-        """Runs `bsub < script`; returns the number of the job."""
-        program = find("bsub", self.environ)
-        if program is None:
-            raise RunFailedError("the job is not submitted: bsub is not on the PATH", fix="submit from a login node")
-        # It reads the options of a script from its input only.
-        with files[0].open("rb") as script:
-            try:
-                done = subprocess.run(
-                    [program], stdin=script, capture_output=True, timeout=_TIMEOUT, env=dict(self.environ), check=False
-                )
-            except subprocess.TimeoutExpired as error:
-                raise NotAnsweredError(
-                    f"bsub did not answer within {_TIMEOUT:.0f} s: the job may be queued or not",
-                    fix="ask with bjobs whether the job is there before you submit it again",
-                ) from error
-        said = f"{done.stdout.decode(errors='replace')}\n{done.stderr.decode(errors='replace')}".strip()
-        number = re.search(r"^Job <(\d+)> is submitted", said, re.MULTILINE)
-        if done.returncode or number is None:
-            raise RunFailedError(
-                "the job is not submitted: bsub refused it", where=str(files[0]), why=said[:500], fix=REFUSED
-            )
+        """Runs `bsub < script`, as it reads the options of a script from its input only; returns the job's number."""
+        done = self.hand_over(files[0], shell=("/bin/sh", "-c", 'exec "$0" < "$1"'))
+        number = re.search(r"^Job <(\d+)> is submitted", f"{done.output}\n{done.complaint}", re.MULTILINE)
+        if number is None:
+            raise self.refused(files[0], done)
         return number[1]
 
     def state(self, job: str) -> JobState:
         """As bjobs says it."""
-        asked = ["bjobs", "-a", "-noheader", "-o", "stat exit_reason pend_reason delimiter='|'", job]
-        said, problem = ask(asked, time.monotonic() + _TIMEOUT, self.environ)
+        fields = "stat exit_reason pend_reason delimiter='|'"
+        said, problem = self.ask("bjobs", "-a", "-noheader", "-o", fields, job)
         rows = [line.split("|") for line in said.splitlines() if "|" in line]
         found = []
         for stat, ended, pending, *_ in rows:
@@ -132,12 +114,6 @@ class LSFSubmitter(Submitter):
             reason = next((text for text in (ended, pending) if text.strip() not in ("", "-")), "")
             found.append(JobState(phase, reason.strip(), {"STAT": stat}))
         return of_all(found, problem or "LSF has forgotten the job")
-
-    def cancel(self, job: str) -> None:
-        """Runs bkill: the ranks save, and nothing starts them again."""
-        _, problem = ask(["bkill", job], time.monotonic() + _TIMEOUT, self.environ)
-        if problem:
-            raise RunFailedError(f"job {job} is not cancelled", why=problem)
 
     def member(self, job: str, index: int) -> str:
         """As LSF writes it, `4711[2]`."""
@@ -148,11 +124,11 @@ class LSFSubmitter(Submitter):
         return request.logs / (f"lsf-{job}_*.out" if request.indices else f"lsf-{job}.out")
 
     def _name(self, request: Request) -> str:
-        if not request.indices:
+        array = self.array(request)
+        if array is None:
             return request.name
-        indices = self.config.array if not request.sweep else f"{request.indices[0]}-{request.indices[-1]}"
-        parallel = f"%{request.max_parallel}" if request.max_parallel else ""
-        return f"{request.name}[{indices}]{parallel}"
+        indices, percent, parallel = array.partition("%")
+        return f"{request.name}[{indices}]{percent}{parallel}"
 
     def _slots(self, request: Request) -> dict[str, object]:
         if self.config.launcher == "jsrun":
@@ -169,14 +145,6 @@ class LSFSubmitter(Submitter):
         sets += ["--gpu_per_rs", 1] if request.gpus and self.config.gpus != "none" else []
         sets += ["--cpu_per_rs", request.cpus_per_device] if request.cpus_per_device else []
         return words(sets)
-
-    def _command(self, request: Request) -> Raw:
-        inside = self.config.container.words(request) if self.config.container is not None else ()
-        return Raw(f"{words([*inside, *request.command, 'fit'])} {job_file_word(request)}")
-
-
-def _dashed(name: str) -> str:
-    return name if name.startswith("-") else f"-{name}"
 
 
 build = LSFSubmitter.build

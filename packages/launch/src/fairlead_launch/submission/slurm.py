@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, Self
@@ -12,11 +11,10 @@ from pydantic import Field, model_validator
 
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.plugin_classes import SubmitterPlugin
-from fairlead_launch.submission.batch import BatchSubmitterConfig, batch_values, job_file_word, own_options
-from fairlead_launch.submission.interface import REFUSED, JobState, NotAnsweredError, Phase, Request, Submitter, of_all
-from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig
+from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
+from fairlead_launch.submission.templates import Raw, words
 from fairlead_runs.chain import chain_begin, chain_end, chain_name, chain_options
-from fairlead_runs.programs import ask, attempt, find
 
 
 class SLURMSubmitterConfig(BatchSubmitterConfig):
@@ -58,7 +56,6 @@ class SLURM(SubmitterPlugin):
     runtime = "fairlead_launch.submission.slurm:build"
 
 
-_TIMEOUT: Final = 60.0  # seconds that sbatch may take: a busy controller lets it wait
 _PHASES: Final[Mapping[str, Phase]] = {
     "PENDING": "queued",
     "CONFIGURING": "queued",
@@ -89,10 +86,11 @@ _SQUEUE: Final = ("State", "Reason", "StartTime", "TimeLeft", "RestartCnt", "Nod
 _SACCT: Final = ("State", "ExitCode", "Start", "End", "NodeList")
 
 
-class SLURMSubmitter(Submitter):
+class SLURMSubmitter(BatchSubmitter):
     """`sbatch --parsable`; asked by `squeue`, then `sacct`, then `scontrol`; ended by `scancel`."""
 
     config: SLURMSubmitterConfig
+    submits, asks, cancels = "sbatch", "squeue --me", "scancel"
 
     def render(self, request: Request) -> Mapping[str, str]:
         """The batch script."""
@@ -115,7 +113,7 @@ class SLURMSubmitter(Submitter):
             "exclude": ",".join([*([config.exclude] if config.exclude else []), *request.excluded]) or None,
             "exclusive": config.exclusive or None,
             "dependency": config.dependency,
-            "array": self._array(request),
+            "array": self.array(request),
             "chdir": request.cwd,
             "output": str(self._output(request)),
             "open-mode": "append",
@@ -124,18 +122,19 @@ class SLURMSubmitter(Submitter):
             **(chain_options(chain_name(request.runs[0])) if config.chain else {}),
             **({"mail-user": config.mail, "mail-type": "BEGIN,END,FAIL,REQUEUE"} if config.mail else {}),
         }
-        values = {
-            **batch_values(config, request),
-            "options": [option(name, value) for name, value in own_options(own, config).items()],
-            "command": self._command(request),
-            "screen": self._screen(request) if config.screen else None,
-            "cpus_per_task": cpus,
-            "requeue": requeue,
-            "chain_begin": Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
-            "chain_end": Raw(chain_end("$CODE")),
-        }
-        script = render_template("slurm.sh.j2", values, own=config.template, cwd=request.cwd)
-        if values["screen"] is not None and str(values["screen"]) not in script:
+        screen = self._screen(request) if config.screen else None
+        script = self.script(
+            "slurm.sh.j2",
+            request,
+            own,
+            command=self._command(request),
+            screen=screen,
+            cpus_per_task=cpus,
+            requeue=requeue,
+            chain_begin=Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
+            chain_end=Raw(chain_end("$CODE")),
+        )
+        if screen is not None and screen not in script:
             raise ConfigError(
                 "the template does not have the nodes looked at",
                 where=f"submit.template: {config.template}",
@@ -146,51 +145,28 @@ class SLURMSubmitter(Submitter):
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
         """Runs sbatch; returns the number of the job, of a chain those of all its jobs: `7,8,9`."""
-        program = find("sbatch", self.environ)
-        if program is None:
-            raise RunFailedError("the job is not submitted: sbatch is not on the PATH", fix="submit from a login node")
         numbers: list[str] = []
         while len(numbers) < (self.config.chain or 1):
             try:
-                numbers.append(self._sbatch(program, files[0]))
+                done = self.hand_over(files[0], "--parsable")
             except RunFailedError:
                 if numbers:
-                    ask(["scancel", *numbers], time.monotonic() + _TIMEOUT, self.environ)  # a part of a chain is none
+                    self.ask("scancel", *numbers)  # a part of a chain is none
                 raise
+            # It prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
+            numbers.append(done.output.strip().splitlines()[-1].partition(";")[0])
         return ",".join(numbers)
-
-    def _sbatch(self, program: str, script: Path) -> str:
-        done = attempt([program, "--parsable", str(script)], _TIMEOUT, self.environ)
-        if done.code is None:
-            raise NotAnsweredError(
-                f"sbatch did not answer within {_TIMEOUT:.0f} s: the job may be queued or not",
-                where=str(script),
-                fix="ask with squeue --me whether the job is there before you submit it again",
-            )
-        if done.code != 0:
-            raise RunFailedError(
-                "the job is not submitted: sbatch refused it", where=str(script), why=done.said, fix=REFUSED
-            )
-        # With --parsable it prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
-        return done.output.strip().splitlines()[-1].partition(";")[0]
 
     def state(self, job: str) -> JobState:
         """As squeue says it, which knows a job for some minutes after its end; else as sacct does."""
-        environ = {**self.environ, "SLURM_TIME_FORMAT": "standard"}
         squeue = ["squeue", "--noheader", "--array", "--states=all", "--Format", ",".join(f"{n}:|" for n in _SQUEUE)]
         sacct = ["sacct", "--parsable2", "--noheader", "--allocations", f"--format={','.join(_SACCT)}"]
         for asked, names in ((squeue, _SQUEUE), (sacct, _SACCT)):
-            said, problem = ask([*asked, "--jobs", job], time.monotonic() + _TIMEOUT, environ)
+            said, problem = self.ask(*asked, "--jobs", job, SLURM_TIME_FORMAT="standard")
             rows = [dict(zip(names, line.split("|"), strict=False)) for line in said.splitlines() if "|" in line]
             if rows:
                 break
         return of_all(map(_state, rows), problem or "SLURM has forgotten the job")
-
-    def cancel(self, job: str) -> None:
-        """Runs scancel: the ranks save, and nothing starts them again."""
-        _, problem = ask(["scancel", *job.split(",")], time.monotonic() + _TIMEOUT, self.environ)
-        if problem:
-            raise RunFailedError(f"job {job} is not cancelled", why=problem)
 
     def output(self, request: Request, job: str) -> Path | None:
         """Where `--output` puts it."""
@@ -200,12 +176,6 @@ class SLURMSubmitter(Submitter):
     def _output(self, request: Request) -> Path:
         folder = str(request.logs).replace("%", "%%")
         return Path(folder) / ("slurm-%A_%a.out" if request.indices else "slurm-%j.out")
-
-    def _array(self, request: Request) -> str | None:
-        if not request.indices:
-            return None
-        indices = self.config.array if not request.sweep else f"{request.indices[0]}-{request.indices[-1]}"
-        return f"{indices}%{request.max_parallel}" if request.max_parallel else indices
 
     def _tasks_per_node(self, request: Request) -> int:
         return 1 if self.config.tasks == "node" else request.devices_per_node
@@ -231,7 +201,7 @@ class SLURMSubmitter(Submitter):
         return [*image, f"--container-workdir={request.cwd}", *container.extra]
 
     def _inside(self, request: Request) -> list[str]:
-        return [*self._pyxis(request), *(self.config.container.words(request) if self.config.container else ())]
+        return [*self._pyxis(request), *self.inside(request)]
 
     def _screen(self, request: Request) -> Raw:
         """One doctor for each node, with all of its devices; one that ends early must not end the others."""
@@ -239,13 +209,13 @@ class SLURMSubmitter(Submitter):
         if "gpus-per-task" in self._devices(request):
             own.append(f"--gpus-per-task={request.devices_per_node}")
         inside = words([*own, *self._inside(request), *request.command, "doctor", "--nodes"])
-        return Raw(f'--ntasks="$SLURM_JOB_NUM_NODES" {inside} {job_file_word(request)}')
+        return Raw(f'--ntasks="$SLURM_JOB_NUM_NODES" {inside} {self.job_file(request)}')
 
     def _command(self, request: Request) -> Raw:
         # The launcher takes the nodes from SLURM, and starts the ranks again where one has failed.
         several = self.config.tasks == "node" and request.devices_per_node > 1
         launch = ["launch", f"--nproc={request.devices_per_node}", "-m", "fairlead"] if several else []
-        return Raw(f"{words([*self._inside(request), *request.command, *launch, 'fit'])} {job_file_word(request)}")
+        return Raw(f"{words([*self._inside(request), *request.command, *launch, 'fit'])} {self.job_file(request)}")
 
 
 def _state(row: Mapping[str, str]) -> JobState:
