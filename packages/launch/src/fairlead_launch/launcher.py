@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,14 +18,14 @@ from fairlead.threads import choose_threads
 from fairlead_launch.environment import BACKEND, rank_environment
 from fairlead_launch.forkserver import CAN_FORK, ForkServer
 from fairlead_launch.node_commands import launch_on_hosts
-from fairlead_launch.nodes import Members, OneNode
 from fairlead_launch.output import Output
 from fairlead_launch.place import Place, find_place
+from fairlead_launch.ports import HeldPort
 from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
 from fairlead_launch.settings import LaunchConfig
-from fairlead_launch.several import SeveralNodes, run_on_nodes
+from fairlead_launch.several import Members, SeveralNodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 from fairlead_runs.waiting import parse_ranks
@@ -136,13 +135,13 @@ class DistributedLauncher:
         config = self.config
         restarts = Restarts(config.max_restarts, when_saved=not find_jobs(self._environ, self._plugins))
         if config.nodes == (1, 1):
-            with closing(OneNode(config.master_addr, config.master_port)) as one:
-                return run_with_restarts(
-                    lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
-                    received,
-                    restarts=restarts,
-                    stderr=self._stderr,
-                )
+            with closing(HeldPort()) as held:
+
+                def group(starts: int, _before: Group | None) -> Group:
+                    port = config.master_port or held.hold(range(29500, 29700))  # another one for each start
+                    return self._group(Members(1, 0, config.master_addr, port, starts), count, reason, words)
+
+                return run_with_restarts(group, received, restarts=restarts, stderr=self._stderr)
         nodes = SeveralNodes(
             config.master_addr,
             config.master_port,
@@ -153,12 +152,8 @@ class DistributedLauncher:
             restarts=restarts,
             say=self._say,
         )
-        try:
-            return run_on_nodes(
-                lambda members: self._group(members, count, reason, words, nodes.trouble), nodes, received
-            )
-        finally:
-            nodes.close()
+        with closing(nodes):
+            return nodes.run(lambda members: self._group(members, count, reason, words, nodes.trouble), received)
 
     def _prepare(self, path: Path | None, name: str, words: Sequence[str], received: Sequence[int]) -> bool:
         """Has the head of the script imported once for all; False: a signal came before that was done."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fairlead.errors import RunFailedError
+from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.restarts import Restarts
 from fairlead_launch.verdict import SAVED
 from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
@@ -203,7 +203,12 @@ class Meeting:
         elif self._fixed and (twin := [one for one in known if one.rank == message["rank"]]):
             refused = f"{twin[0].name} is there already"
         if refused is not None:
-            self._tell([node], {"kind": "refused", "why": refused, "who": asked})
+            error = ConfigError(
+                f"{asked} cannot take part: {refused}",
+                where=f"{self._address}:{self._listener.getsockname()[1]}",
+                fix="start all nodes with the same options, each with its own --node-rank",
+            )
+            self._tell([node], {"kind": "end", "code": error.exit_code, "error": packed(error), "own": True})
             return
         node.rank, node.lead, node.count = message["rank"], message["lead"], message["count"]
         node.name = asked if self._fixed else f"the node on {message['host']} (process {message['pid']})"
@@ -293,7 +298,9 @@ class Meeting:
                     self._tell(this.members, {"kind": "grow", "who": node.name})
                 if not node.waits:
                     node.waits = True
-                    self._tell([node], {"kind": "wait", "running": this.size})
+                    run = "1 node runs" if this.size == 1 else f"{this.size} nodes run"
+                    text = f"{run} the job: this one comes in when their ranks have saved, or at their next start"
+                    self._tell([node], {"kind": "say", "text": text})
         if this.give_up_at is not None and time.monotonic() > this.give_up_at:
             self._trouble(this, "the ranks of another node have ended")
         if len(this.results) == this.size:
@@ -319,8 +326,10 @@ class Meeting:
     def _again(self, this: _Start, error: Message | None, step: int | None) -> None:
         told: str | None = "restarting the ranks, with the node that has come"
         if error is not None or not this.grows:
+            failure = unpacked(error) if error is not None else None
+            assert failure is None or isinstance(failure, RunFailedError)  # as each start of ranks that ends badly
             try:
-                told = self._restarts.after(unpacked(error) if error is not None else None, step)
+                told = self._restarts.after(failure, step)
             except RunFailedError as last:
                 self._end(1, packed(last))
                 return
@@ -331,7 +340,7 @@ class Meeting:
         self._running, self._gather_since = False, time.monotonic()
         short = f"{error['what']}; restarting the ranks" if error is not None else told
         for node in this.members:
-            self._tell([node], {"kind": "again", "text": told if node.lead else short})
+            self._tell([node], {"kind": "say", "text": told if node.lead else short})
 
     def _end(self, code: int, error: Message | None = None) -> None:
         """The same for all nodes."""

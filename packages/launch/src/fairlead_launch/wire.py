@@ -7,7 +7,7 @@ import json
 import socket
 from typing import Any, Final
 
-from fairlead.errors import FairleadError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
 
 ALIVE_S: Final = 1.0
 """Seconds between two signs of life."""
@@ -15,6 +15,8 @@ SILENT_S: Final = 10.0
 """After so many seconds without one a machine is lost: a killed launcher is noticed at once, by its connection."""
 _LONGEST: Final = 1 << 17
 """Bytes of a message; who sends more is no launcher."""
+
+_SAID: Final = ("what", "where", "why", "fix")
 
 Message = dict[str, Any]
 
@@ -67,9 +69,10 @@ class Line:
 
 def packed(error: FairleadError) -> Message:
     """An error as a message."""
-    return {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
+    return {name: getattr(error, name) for name in (*_SAID, "exit_code")}
 
 
-def unpacked(message: Message) -> RunFailedError:
+def unpacked(message: Message) -> FairleadError:
     """The error of a message."""
-    return RunFailedError(message["what"], where=message["where"], why=message["why"], fix=message["fix"])
+    kind = ConfigError if message["exit_code"] == ConfigError.exit_code else RunFailedError
+    return kind(message["what"], **{name: message[name] for name in _SAID[1:]})
