@@ -24,6 +24,7 @@ from typing import IO, Final
 
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.hostlist import expand
+from fairlead.secret_names import is_secret_name
 from fairlead_launch.remote import STARTED
 
 _SSH: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
@@ -31,7 +32,6 @@ _PASSED: Final = re.compile(
     r"(FAIRLEAD|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|OMP|MKL|KMP|UCX|FI|OFI|HF|TRANSFORMERS|TOKENIZERS)_[A-Z_0-9]+"
     r"|PYTHON[A-Z]+|CUDA_(LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS)|WANDB_(MODE|PROJECT|ENTITY|DIR|RUN_GROUP)|TZ|LANG|LC_ALL"
 )
-_SECRET: Final = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
 _GRACE_S: Final = 45.0
 """How long the launchers may take to end, when one could not be started."""
 
@@ -71,10 +71,11 @@ def passed_variables(environ: Mapping[str, str], more: Sequence[str] = ()) -> di
     """The variables that the launchers on other hosts get: those of libraries, and `more` by name; no secret unasked.
 
     Example:
-        >>> passed_variables({"NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "HOME": "/root", "MINE": "1"}, ["MINE"])
-        {'NCCL_DEBUG': 'INFO', 'MINE': '1'}
+        >>> here = {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN": "x", "HOME": "/root", "MINE": "1"}
+        >>> passed_variables(here, ["MINE"])
+        {'TOKENIZERS_PARALLELISM': 'false', 'MINE': '1'}
     """
-    own = {name for name in environ if _PASSED.fullmatch(name) and not _SECRET.search(name)}
+    own = {name for name in environ if _PASSED.fullmatch(name) and not is_secret_name(name)}
     return {name: value for name, value in environ.items() if name in own or name in more}
 
 
