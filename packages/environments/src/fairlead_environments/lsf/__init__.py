@@ -11,8 +11,7 @@ from fairlead import Claim, EnvironmentConfigBase, StopReason, Topology, Unused,
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.lsf.hosts import idle_job
-from fairlead_environments.lsf.queue import ask_for
-from fairlead_environments.lsf.reasons import ask_lsf
+from fairlead_environments.lsf.queue import ask_for, ask_lsf
 from fairlead_environments.lsf.topology import find_task, topology
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
 from fairlead_runs.scheduler import JobStatus, RunJob

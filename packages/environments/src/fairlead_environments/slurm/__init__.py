@@ -9,8 +9,7 @@ from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topo
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_environments.slurm.queue import ask_for, cancel_words
-from fairlead_environments.slurm.reasons import ask_slurm, ended
+from fairlead_environments.slurm.queue import ask_for, ask_slurm, cancel_words, ended
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
 from fairlead_runs.scheduler import JobStatus, RunJob
