@@ -15,7 +15,7 @@ from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Job, Setti
 from fairlead.errors import ConfigError
 from fairlead_hpc_signals import CommandSettings, SchedulerRequeue
 from fairlead_runs.programs import ask
-from fairlead_runs.scheduler import JobStatus, RunJob
+from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
 
 State = Literal["queued", "running", "ending", "ended", "unknown"]
 STATES: Mapping[str, State] = {
@@ -38,7 +38,7 @@ class PBSEnvironmentConfig(EnvironmentConfigBase):
     """The TCP port of the ranks' store on the first host."""
 
 
-class PBS(EnvironmentPlugin):
+class PBS(EnvironmentPlugin, JobQueue):
     """A task of `pbsdsh`: PBS_NODEFILE lists a host for each rank, PBS_TASKNUM numbers them."""
 
     config = PBSEnvironmentConfig
