@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from fairlead.errors import FairleadError
+from fairlead_launch.participant import Participant
 from fairlead_launch.ports import free_port
 from fairlead_launch.restarts import Restarts
-from fairlead_launch.several import SeveralNodes
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -201,7 +201,7 @@ def test_nodes_that_do_not_come_are_named_and_one_too_many_is_refused() -> None:
     port = free_port()
 
     def come(rank: int) -> str:
-        node = SeveralNodes(
+        node = Participant(
             "localhost",
             port,
             nodes=(3, 3),

@@ -19,13 +19,13 @@ from fairlead_launch.environment import BACKEND, rank_environment
 from fairlead_launch.forkserver import CAN_FORK, ForkServer
 from fairlead_launch.node_commands import launch_on_hosts
 from fairlead_launch.output import Output
+from fairlead_launch.participant import Members, Participant
 from fairlead_launch.place import Place, find_place
 from fairlead_launch.ports import HeldPort
 from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
 from fairlead_launch.settings import LaunchConfig
-from fairlead_launch.several import Members, SeveralNodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 from fairlead_runs.waiting import parse_ranks
@@ -142,7 +142,7 @@ class DistributedLauncher:
                     return self._group(Members(1, 0, config.master_addr, port, starts), count, reason, words)
 
                 return run_with_restarts(group, received, restarts=restarts, stderr=self._stderr)
-        nodes = SeveralNodes(
+        nodes = Participant(
             config.master_addr,
             config.master_port,
             nodes=config.nodes,

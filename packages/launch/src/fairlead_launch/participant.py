@@ -1,4 +1,4 @@
-"""A node among several: starts, failures and stops as the launcher of node 0 leads them (`meeting`)."""
+"""A launcher among several: it starts and stops the ranks of its node as the coordinator, node 0, decides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fairlead.errors import RunFailedError
-from fairlead_launch.meeting import Meeting
+from fairlead_launch.coordinator import Coordinator
 from fairlead_launch.ports import DEFAULT_PORT, HeldPort, PortError, bind_listener
 from fairlead_launch.restarts import Restarts, last_step
 from fairlead_launch.supervise import Group
@@ -41,18 +41,18 @@ class Members:
     changed: str | None = None
 
 
-class SeveralNodes:
+class Participant:
     """This node of a job of several; node 0 is where `address` is.
 
     Args:
         address: The name or address of node 0.
-        port: The port on which the launchers meet there; None: 29500.
+        port: The port on which the coordinator listens there; None: 29500.
         nodes: The least and the largest number of nodes of a start.
         rank: Which node this is; among equals the one that comes first is first.
         count: Processes of each node.
         start_s: Seconds in which the nodes of a start must have come.
-        restarts: How often the whole job is started again; node 0 counts.
-        say: Tells the user.
+        restarts: How often the job is restarted; node 0 counts.
+        say: Shows a line to the user.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class SeveralNodes:
         self._nodes, self._start_s, self._restarts, self._say = nodes, start_s, restarts, say
         self._hello = {"kind": "hello", "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "count": count}
         self._hello |= {"least": nodes[0], "most": nodes[1]}
-        self._meeting: Meeting | None = None
+        self._coordinator: Coordinator | None = None
         self._line: Line | None = None
         self._inbox = collections.deque[Message]()
         self._gone = threading.Event()
         self._received: list[int] = []
-        self._told: int | None = None
+        self._stop_sent: int | None = None
         self._trouble: str | None = None
         self._end: Message | None = None
         self._starts = 0
@@ -84,9 +84,9 @@ class SeveralNodes:
         self._group: Group | None = None
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the launcher where the nodes meet."""
-        return self._meeting is not None
+    def coordinates(self) -> bool:
+        """Whether the coordinator runs in this launcher."""
+        return self._coordinator is not None
 
     def run(self, make: Callable[[Members], Group], received: list[int]) -> int:
         """Runs this node's ranks, start after start, until the job has ended; its exit code, or its error is raised.
@@ -107,7 +107,7 @@ class SeveralNodes:
 
     def next(self, received: list[int]) -> Members | int:
         """Waits for the nodes of the next start; the exit code, where there is none, or the job's `FairleadError`."""
-        self._received, self._told, self._trouble = received, None, None
+        self._received, self._stop_sent, self._trouble = received, None, None
         if self._line is None and not self._join(received):
             return 128 + received[0]
         self._send({"kind": "ready", "port": self._hold_port()})
@@ -128,7 +128,7 @@ class SeveralNodes:
             saves = self._group is not None and self._group.run is not None  # it stops when it is asked to
             if message["kind"] == "grow" and saves:
                 self._say(f"{message['who']} has joined: the ranks save, stop, and restart with it")
-                self._told = signal.SIGUSR1
+                self._stop_sent = signal.SIGUSR1
                 self._received.append(signal.SIGUSR1)
         return self._trouble
 
@@ -148,17 +148,17 @@ class SeveralNodes:
         self._held.close()
         if self._line is not None:
             self._line.close()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     def _join(self, received: Sequence[int]) -> bool:
-        """Comes to where the nodes meet, or has them meet here; False: a signal came first."""
+        """Connects to the coordinator, which it starts on node 0; False: a signal came first."""
         if self._rank == 0 and (listener := self._listener()) is not None:
-            self._meeting = Meeting(
+            self._coordinator = Coordinator(
                 listener, self._address, nodes=self._nodes, start_s=self._start_s, restarts=self._restarts
             )
         began, patient = time.monotonic(), False
-        address = "localhost" if self.leads else self._address
+        address = "localhost" if self.coordinates else self._address
         while True:
             try:
                 connection = socket.create_connection((address, self._port), timeout=_PATIENT_S)
@@ -182,13 +182,13 @@ class SeveralNodes:
         connection.settimeout(SILENT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._line = Line(connection)
-        self._line.send({**self._hello, "lead": self.leads})
+        self._line.send({**self._hello, "lead": self.coordinates})
         threading.Thread(target=self._read, args=(self._line,), name="fairlead-node", daemon=True).start()
         threading.Thread(target=self._live, args=(self._line,), name="fairlead-alive", daemon=True).start()
         return True
 
     def _listener(self) -> socket.socket | None:
-        """Where the nodes meet; None: that is another launcher's, here or on another machine."""
+        """Where the coordinator listens; None: it runs in another launcher, here or on another machine."""
         fixed = self._nodes[0] == self._nodes[1]
         if not fixed and not _is_here(self._address):
             return None
@@ -228,8 +228,8 @@ class SeveralNodes:
         while self._inbox:
             message = self._inbox.popleft()
             if message["kind"] == "stop":
-                if self._told in (None, signal.SIGUSR1):  # else this node has had it too
-                    self._told = message["signal"]
+                if self._stop_sent in (None, signal.SIGUSR1):  # else this node has had it too
+                    self._stop_sent = message["signal"]
                     self._received.append(message["signal"])
             elif message["kind"] == "trouble":
                 self._trouble = message["why"]
@@ -249,8 +249,8 @@ class SeveralNodes:
         return rest
 
     def _pass_on(self, stop: int | None) -> None:
-        if stop is not None and stop != self._told:
-            self._told = stop
+        if stop is not None and stop != self._stop_sent:
+            self._stop_sent = stop
             self._send({"kind": "stop", "signal": int(stop)})
 
     def _send(self, message: Message) -> None:
@@ -261,7 +261,7 @@ class SeveralNodes:
         """The exit code, which is the same on all nodes, as is the error."""
         if end["error"] is not None:
             error = unpacked(end["error"])
-            if not self.leads and "own" not in end:
+            if not self.coordinates and "own" not in end:
                 error.why, error.fix = None, "read the output of node 0"
             raise error
         code: int = end["code"]

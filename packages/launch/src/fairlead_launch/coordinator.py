@@ -1,6 +1,6 @@
-"""The launcher of node 0 leads the others: who takes part in a start, who failed, whether there is another start.
+"""Node 0 coordinates the launchers of a job: who takes part in a start, who failed, whether there is another start.
 
-All decisions are made here, in one thread, from what the launchers say over a connection of their own each. Torch's
+All decisions are made here, in one thread, from what each launcher reports over a connection of its own. Torch's
 elastic rendezvous does not serve for this: it needs torch in the launcher, gives ranks by host name, notices a dead
 node when all others have failed of it, and leaves the count of restarts and the exit code to each node.
 """
@@ -32,28 +32,28 @@ _LEAVE_S: Final = 5.0
 """The same to hear of the end."""
 _FINAL: Final = (signal.SIGTERM, signal.SIGINT)
 _SETTINGS: Final = {"least": "nodes at least", "most": "nodes at most", "count": "processes a node"}
-"""What all launchers must be asked for alike, and what it is called."""
+"""The settings that all launchers must have alike, and what they are called."""
 
 
 @dataclass(eq=False)
 class _Node:
-    """A launcher that has come."""
+    """A launcher that has connected."""
 
     line: Line
     arrival: int
     heard: float
-    name: str = "a connection that has not said who it is"
+    name: str = "a connection that has not introduced itself"
     rank: int = -1
     lead: bool = False
     count: int = 0
     port: int | None = None
     """Where its rank 0 would listen in the next start, for which it waits; None: it does not."""
-    waits: bool = False
-    """It was told that others run without it."""
+    notified: bool = False
+    """Whether it knows that the others run without it."""
 
     @property
     def known(self) -> bool:
-        """Whether it has said who it is."""
+        """Whether it has introduced itself."""
         return self.rank >= 0
 
     def place(self) -> tuple[bool, int, int]:
@@ -72,11 +72,11 @@ class _Start:
     grows: bool = False
 
 
-class Meeting:
-    """What the launcher of node 0 does for all.
+class Coordinator:
+    """Starts the ranks of all nodes together, and decides what follows when they have ended.
 
     Args:
-        listener: Where the launchers come.
+        listener: Where the launchers connect.
         address: What the ranks of other nodes reach this machine by.
         nodes: The least and the largest number of nodes of a start.
         start_s: Seconds in which the nodes of a start must have come.
@@ -102,14 +102,14 @@ class Meeting:
         self._stop: int | None = None
         self._last_error: Message | None = None
         self._over = False
-        self._thread = threading.Thread(target=self._lead, name="fairlead-meeting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fairlead-coordinator", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Waits until all have heard of the end."""
         self._thread.join(_LEAVE_S + 1)
 
-    def _lead(self) -> None:
+    def _run(self) -> None:
         try:
             leave_by = None
             while leave_by is None or (self._nodes and time.monotonic() < leave_by):
@@ -137,13 +137,13 @@ class Meeting:
                 key.data.heard = time.monotonic()
                 try:
                     for message in messages:
-                        self._take(key.data, message)
+                        self._handle(key.data, message)
                 except (KeyError, TypeError):
                     self._leave(key.data, "it does not speak as a launcher does")
         now = time.monotonic()
         if now - self._alive >= ALIVE_S:
             self._alive = now
-            self._tell(self._nodes, {"kind": "alive"})
+            self._send(self._nodes, {"kind": "alive"})
         for node in [node for node in self._nodes if now - node.heard > SILENT_S]:
             self._leave(node, f"nothing was heard of it for {SILENT_S:g} s: its machine or the network went down")
 
@@ -169,7 +169,7 @@ class Meeting:
             last.results[node.arrival] = {"error": packed(error), "first": True, "step": None}
             self._trouble(last, f"{node.name} was lost: {why}")
 
-    def _take(self, node: _Node, message: Message) -> None:
+    def _handle(self, node: _Node, message: Message) -> None:
         kind, last = message["kind"], self._last if self._running else None
         if kind == "hello" and not node.known:
             self._welcome(node, message)
@@ -177,10 +177,10 @@ class Meeting:
             node.port = message["port"]
             self._came = time.monotonic()
         elif kind == "stop" and last is not None and node not in last.members:
-            self._tell([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # the others go on
+            self._send([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # the others go on
         elif kind == "stop" and (self._stop is None or (self._stop not in _FINAL and message["signal"] in _FINAL)):
             self._stop = message["signal"]
-            self._tell([other for other in self._nodes if other is not node], message)
+            self._send([other for other in self._nodes if other is not node], message)
         elif kind == "ended" and last is not None and node in last.members:
             last.results[node.arrival] = message
             failed = message["error"] is not None
@@ -193,10 +193,12 @@ class Meeting:
     def _welcome(self, node: _Node, message: Message) -> None:
         known = self._known()
         own = {"least": self._least, "most": self._most, "count": known[0].count if known else message["count"]}
-        asked = f"node {message['rank']} on {message['host']}"
+        name = f"node {message['rank']} on {message['host']}"
         refused = None
-        if different := [name for name in _SETTINGS if own[name] != message[name]]:
-            here, there = (", ".join(f"{one[name]} {_SETTINGS[name]}" for name in different) for one in (own, message))
+        if different := [setting for setting in _SETTINGS if own[setting] != message[setting]]:
+            here, there = (
+                ", ".join(f"{one[setting]} {_SETTINGS[setting]}" for setting in different) for one in (own, message)
+            )
             refused = f"it asks for {there}, and the others for {here}"
         elif len(known) >= self._most:
             refused = f"{len(known)} nodes are there already: {', '.join(one.name for one in known)}"
@@ -204,14 +206,14 @@ class Meeting:
             refused = f"{twin[0].name} is there already"
         if refused is not None:
             error = ConfigError(
-                f"{asked} cannot take part: {refused}",
+                f"{name} cannot take part: {refused}",
                 where=f"{self._address}:{self._listener.getsockname()[1]}",
                 fix="start all nodes with the same options, each with its own --node-rank",
             )
-            self._tell([node], {"kind": "end", "code": error.exit_code, "error": packed(error), "own": True})
+            self._send([node], {"kind": "end", "code": error.exit_code, "error": packed(error), "own": True})
             return
         node.rank, node.lead, node.count = message["rank"], message["lead"], message["count"]
-        node.name = asked if self._fixed else f"the node on {message['host']} (process {message['pid']})"
+        node.name = name if self._fixed else f"the node on {message['host']} (process {message['pid']})"
         if node.name in self._lost:
             self._lost.remove(node.name)
         self._came = time.monotonic()
@@ -263,7 +265,7 @@ class Meeting:
     def _start(self, members: Sequence[_Node]) -> None:
         changed = self._changed(self._last, members) if self._last is not None else None
         for index, node in enumerate(members):
-            self._tell(
+            self._send(
                 [node],
                 {
                     "kind": "go",
@@ -276,7 +278,7 @@ class Meeting:
                 },
             )
         for node in members:
-            node.port, node.waits = None, False
+            node.port, node.notified = None, False
         self._last, self._running = _Start(len(members), list(members)), True
         self._starts += 1
 
@@ -295,12 +297,12 @@ class Meeting:
             if node.port is not None and node not in this.members:
                 if not this.grows and not this.results and self._stop is None:
                     this.grows = True
-                    self._tell(this.members, {"kind": "grow", "who": node.name})
-                if not node.waits:
-                    node.waits = True
+                    self._send(this.members, {"kind": "grow", "who": node.name})
+                if not node.notified:
+                    node.notified = True
                     run = "1 node runs" if this.size == 1 else f"{this.size} nodes run"
                     text = f"{run} the job: this one comes in when their ranks have saved, or at their next start"
-                    self._tell([node], {"kind": "say", "text": text})
+                    self._send([node], {"kind": "say", "text": text})
         if this.give_up_at is not None and time.monotonic() > this.give_up_at:
             self._trouble(this, "the ranks of another node have ended")
         if len(this.results) == this.size:
@@ -321,36 +323,36 @@ class Meeting:
             self._last_error = error
             self._end(1, self._too_few())
         else:
-            self._again(this, error, max(steps, default=None))
+            self._restart(this, error, max(steps, default=None))
 
-    def _again(self, this: _Start, error: Message | None, step: int | None) -> None:
-        told: str | None = "restarting the ranks, with the node that has come"
+    def _restart(self, this: _Start, error: Message | None, step: int | None) -> None:
+        text: str | None = "restarting the ranks, with the node that has come"
         if error is not None or not this.grows:
             failure = unpacked(error) if error is not None else None
             assert failure is None or isinstance(failure, RunFailedError)  # as each start of ranks that ends badly
             try:
-                told = self._restarts.after(failure, step)
+                text = self._restarts.after(failure, step)
             except RunFailedError as last:
                 self._end(1, packed(last))
                 return
-        if told is None:
+        if text is None:
             self._end(SAVED)
             return
         self._last_error = error
         self._running, self._gather_since = False, time.monotonic()
-        short = f"{error['what']}; restarting the ranks" if error is not None else told
+        short = f"{error['what']}; restarting the ranks" if error is not None else text
         for node in this.members:
-            self._tell([node], {"kind": "say", "text": told if node.lead else short})
+            self._send([node], {"kind": "say", "text": text if node.lead else short})
 
     def _end(self, code: int, error: Message | None = None) -> None:
         """The same for all nodes."""
         self._over = True
-        self._tell(self._nodes, {"kind": "end", "code": 1 if error is not None else code, "error": error})
+        self._send(self._nodes, {"kind": "end", "code": 1 if error is not None else code, "error": error})
 
     def _trouble(self, this: _Start, why: str) -> None:
         """Has the ranks taken down that still run."""
-        self._tell([n for n in this.members if n.arrival not in this.results], {"kind": "trouble", "why": why})
+        self._send([n for n in this.members if n.arrival not in this.results], {"kind": "trouble", "why": why})
 
-    def _tell(self, nodes: Sequence[_Node], message: Message) -> None:
+    def _send(self, nodes: Sequence[_Node], message: Message) -> None:
         for node in nodes:
             node.line.send(message)
