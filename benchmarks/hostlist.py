@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._stats import options, paired_ratio, report, take_turns
 from fairlead import TrainerConfig
+from fairlead.hostlist import expand
 from fairlead.plugins import PluginManager
 from fairlead.resolve import resolve
-from fairlead_environments.slurm.hostlist import expand
 
 BOUND = 0.2
 RACKS, NODES = 100, 1000

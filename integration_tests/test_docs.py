@@ -36,7 +36,7 @@ from fairlead.plugin_classes import AXIS_PLUGINS
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.testing import FakeEntryPoint, write_dist
-from fairlead_launch.submission.submission import make_plan
+from fairlead_launch.submission.plan import make_plan
 from fairlead_runs.fingerprints import MAY_CHANGE
 from integration_tests.isolated.run import OLD_PIP, readme_lines
 

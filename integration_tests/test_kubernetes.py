@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kubeflow.training
 import kubeflow_trainer_api.models as trainer_models
 import kubernetes.client
 import pytest
@@ -24,13 +23,12 @@ from fairlead import PluginManager
 from fairlead.checks import check_trainer
 from fairlead.config import JobConfig
 from fairlead_launch.ports import free_port
-from fairlead_launch.submission.submission import make_plan
+from fairlead_launch.submission.plan import make_plan
 from integration_tests.jobs import JOB, changed, names, repository, start
 
 KINDS = {
     "Job": {"to": "kubernetes"},
     "TrainJob": {"to": "kubeflow"},
-    "PyTorchJob": {"to": "kubeflow", "kind": "PyTorchJob"},
 }
 PLAIN: dict[str, Any] = {"image": "registry.example.com/small:1", "runs": {"claim": "runs"}}
 EVERYTHING: dict[str, Any] = {
@@ -93,9 +91,8 @@ def as_the_model_has_it(made: dict[str, Any]) -> Any:
     kind = made["kind"]
     if made["apiVersion"].startswith("trainer.kubeflow.org"):
         return getattr(trainer_models, f"TrainerV1alpha1{kind}").from_dict(made).to_dict()
-    api: Any = kubeflow.training.ApiClient() if kind == "PyTorchJob" else kubernetes.client.ApiClient()
-    model = "KubeflowOrgV1PyTorchJob" if kind == "PyTorchJob" else f"V1{kind}"
-    read = api.deserialize(SimpleNamespace(data=json.dumps(made)), model)
+    api: Any = kubernetes.client.ApiClient()
+    read = api.deserialize(SimpleNamespace(data=json.dumps(made)), f"V1{kind}")
     return api.sanitize_for_serialization(read)
 
 
@@ -107,8 +104,7 @@ def test_manifests_are_what_the_published_models_say(kind: str, settings: dict[s
     assert kind in made
     for one in made.values():
         assert as_the_model_has_it(one) == one
-    [pod, *others] = pods(made)
-    assert all(other == pod for other in others)
+    [pod] = pods(made)
     rules_of_kubernetes(made, pod)
     if settings is EVERYTHING:
         asked = pod["containers"][0]["resources"]["limits"]
@@ -166,8 +162,6 @@ def rules_of_kubernetes(made: Mapping[str, Any], pod: Mapping[str, Any]) -> None
     paths = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
     assert len(set(paths)) == len(paths)
     assert made["ConfigMap"]["metadata"]["name"] in [v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v]
-    if "PyTorchJob" in made:
-        return
     spec = made["Job"]["spec"] if "Job" in made else node_of(made)
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
@@ -192,19 +186,11 @@ def in_pod(made: Mapping[str, Any], index: int) -> dict[str, str]:
     """The variables of a pod: those of the manifest, and fakes of what each controller adds.
 
     An Indexed Job and a TrainJob (https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch):
-    JOB_COMPLETION_INDEX; a TrainJob PET_*, a PyTorchJob (kubeflow/training-operator, `envvar.go`) RANK and WORLD_SIZE.
+    JOB_COMPLETION_INDEX; a TrainJob PET_*.
     """
     container = pods(made)[0]["containers"][0]
     environ = {one["name"]: one["value"] for one in container.get("env", [])}
-    environ |= {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-    if "PyTorchJob" in made:
-        spec = made["PyTorchJob"]["spec"]
-        count = sum(one["replicas"] for one in spec["pytorchReplicaSpecs"].values())
-        per_pod = spec["nprocPerNode"]
-        pet = {"PET_NPROC_PER_NODE": per_pod, "PET_NODE_RANK": str(index), "PET_NNODES": str(count)}
-        ranks = {"RANK": str(index), "WORLD_SIZE": str(count * int(per_pod))}
-        return {**environ, **pet, **ranks, "MASTER_ADDR": "small-1-master-0", "MASTER_PORT": "23456"}
-    environ["JOB_COMPLETION_INDEX"] = str(index)
+    environ |= {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(index)}
     if "TrainJob" in made:
         asked = made["TrainJob"]["spec"]["trainer"]
         environ |= {"PET_NNODES": str(asked["numNodes"]), "PET_NPROC_PER_NODE": str(asked["numProcPerNode"])}

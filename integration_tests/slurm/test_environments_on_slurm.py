@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fairlead_environments.slurm.hostlist import expand
+from fairlead.hostlist import expand
 from integration_tests.slurm.cluster import Cluster
 from integration_tests.slurm.jobs import submit
 

@@ -8,7 +8,7 @@ import pytest
 
 from fairlead import PluginManager
 from fairlead.errors import ConfigError
-from fairlead_launch.place import find_place
+from fairlead_launch.outer_launch import find_outer_launch
 
 SRUN = {
     "SLURM_JOB_ID": "5",
@@ -40,7 +40,7 @@ MPI |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 def test_a_process_is_a_rank_or_the_launcher_of_its_node(
     environ: dict[str, str], count: int, rank: int | None, variables: dict[str, Any], plugins: PluginManager
 ) -> None:
-    place = find_place("auto" if count == 1 else count, count, environ, plugins)
+    place = find_outer_launch("auto" if count == 1 else count, count, environ, plugins)
     assert place is not None
     assert place.rank == rank
     assert {name: place.variables()[name] for name in variables} == variables
@@ -49,9 +49,9 @@ def test_a_process_is_a_rank_or_the_launcher_of_its_node(
 @pytest.mark.parametrize("environ", [{}, {**SRUN, "FAIRLEAD_LAUNCHED": "1"}, {**SRUN, "SLURM_STEP_ID": "4294967291"}])
 def test_alone(environ: dict[str, str], plugins: PluginManager) -> None:
     """Also in a rank of ours, which starts another job, and in a batch script, which is no rank."""
-    assert find_place("auto", 1, environ, plugins) is None
+    assert find_outer_launch("auto", 1, environ, plugins) is None
 
 
 def test_more_processes_than_there_are_tasks(plugins: PluginManager) -> None:
     with pytest.raises(ConfigError, match="there are 2 processes on this node already, and --nproc asks for 4"):
-        find_place(4, 4, SRUN, plugins)
+        find_outer_launch(4, 4, SRUN, plugins)

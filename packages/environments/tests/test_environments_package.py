@@ -45,8 +45,8 @@ def test_a_plugin_is_documented(name: str, plugins: PluginManager) -> None:
     """Class, hooks, config and every field of its own say what they are; the README names it."""
     found = plugin(name, plugins)
     assert type(found).__doc__
-    for hook in vars(type(found)).values():
-        assert not callable(hook) or hook.__doc__
+    for attribute, hook in vars(type(found)).items():
+        assert attribute.startswith("__") or not callable(hook) or hook.__doc__
     assert found.config.__doc__
     assert ">>>" in found.config.__doc__
     assert all(field.description for field in found.config.model_fields.values() if field.default != name)

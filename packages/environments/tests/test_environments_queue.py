@@ -14,8 +14,7 @@ import pytest
 from fairlead_environments.lsf import lsf
 from fairlead_environments.lsf.queue import read_status as read_bjobs
 from fairlead_environments.slurm import slurm
-from fairlead_environments.slurm.queue import read_chain, read_status
-from fairlead_environments.slurm.reasons import fields_of
+from fairlead_environments.slurm.queue import fields_of, read_chain, read_status
 from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
 
 HEAD = "JobId=3 JobName=job.sh UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901757 "

@@ -11,7 +11,7 @@ from fairlead.errors import RunFailedError
 from fairlead.facts import Job
 from fairlead_hpc_signals import ChainRequeueConfig, SLURMRequeueConfig
 from fairlead_hpc_signals.chain import ChainRequeuer
-from fairlead_hpc_signals.slurm import SLURMRequeuer
+from fairlead_hpc_signals.slurm import SLURMRequeuer, slurm
 from fairlead_runs.exclusion import NodeExcluder
 
 _SHOWN = (
@@ -43,7 +43,7 @@ def requeued(folder: Path, *nodes: str) -> tuple[str, list[str]]:
     """What it says, and what was done."""
     environ = {"PATH": f"{folder}:{os.defpath}", "SLURM_JOB_ID": "17"}
     job = Job("slurm:17", requeue=("scontrol", "requeue", "17"))
-    requeuer = SLURMRequeuer(SLURMRequeueConfig(retry_wait_s=0.0), environ, job)
+    requeuer = SLURMRequeuer(SLURMRequeueConfig(retry_wait_s=0.0), environ, job, slurm)
     assert isinstance(requeuer, NodeExcluder)
     said = requeuer.requeue_without(nodes)
     return said, (folder / "done").read_text().splitlines()

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from fairlead.facts import StopReason, Why
-from fairlead_environments.lsf.reasons import read_bhist, read_bjobs
-from fairlead_environments.slurm.reasons import fields_of, read_job
+from fairlead_environments.lsf.queue import read_bhist, read_bjobs
+from fairlead_environments.slurm.queue import fields_of, read_job
 from fairlead_hpc_signals.scheduler import why_stopped
 
 

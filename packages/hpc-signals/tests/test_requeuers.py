@@ -7,20 +7,22 @@ answer as the real ones are documented to. Nothing of a real scheduler is shown 
 from __future__ import annotations
 
 import os
+import pkgutil
 import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.detect import find_jobs
 from fairlead.errors import RunFailedError
-from fairlead.interfaces import Requeuer
+from fairlead.interfaces import BuildContext, Requeuer
 from fairlead.plugins import default_plugins
+from fairlead.testing import minimal_resolution
 from fairlead_hpc_signals import (
     CommandRequeueConfig,
     ExitCodeRequeueConfig,
@@ -29,22 +31,19 @@ from fairlead_hpc_signals import (
     ScriptRequeueConfig,
     SLURMRequeueConfig,
 )
-from fairlead_hpc_signals.command import CommandRequeuer
-from fairlead_hpc_signals.exit_code import ExitCodeRequeuer
-from fairlead_hpc_signals.lsf import LSFRequeuer
-from fairlead_hpc_signals.none import NoRequeuer
-from fairlead_hpc_signals.script import ScriptRequeuer
-from fairlead_hpc_signals.slurm import SLURMRequeuer
 
 SLURM = SLURMRequeueConfig(retry_wait_s=0.0)
 LSF = LSFRequeueConfig(retry_wait_s=0.0)
 SYSTEM_PATH = "/usr/bin:/bin"
 
 
-def of(kind: type[Requeuer], config: RequeueConfigBase, environ: dict[str, str]) -> Any:
+def of(config: RequeueConfigBase, environ: dict[str, str]) -> Requeuer:
     """The requeuer for the job that the installed environments find in these variables."""
-    job = next(iter(find_jobs(environ, default_plugins()).values()), None)
-    return kind(config, environ, job)
+    plugins = default_plugins()
+    job = next(iter(find_jobs(environ, plugins).values()), None)
+    context = BuildContext(replace(minimal_resolution(plugins), job=job), environ, plugins)
+    made: Requeuer = pkgutil.resolve_name(str(plugins.of(config).runtime))(config, context)
+    return made
 
 
 class Fake:
@@ -95,7 +94,7 @@ def brequeue(tmp_path: Path) -> Fake:
 def test_slurm_requeues_this_job(variables: dict[str, str], job: str, scontrol: Fake) -> None:
     """With a fake scontrol."""
     environ = {**scontrol.answers("exit 0"), **variables}
-    assert of(SLURMRequeuer, SLURM, environ).requeue() == f"scontrol requeue {job}"
+    assert of(SLURM, environ).requeue() == f"scontrol requeue {job}"
     assert scontrol.calls == [["requeue", job]]
 
 
@@ -110,21 +109,21 @@ def test_slurm_requeues_this_job(variables: dict[str, str], job: str, scontrol: 
 def test_lsf_requeues_this_job(variables: dict[str, str], job: str, brequeue: Fake) -> None:
     """With a fake brequeue."""
     environ = {**brequeue.answers('echo "Job <$1> is being requeued"'), **variables}
-    assert of(LSFRequeuer, LSF, environ).requeue().endswith(f": Job <{job}> is being requeued")
+    assert of(LSF, environ).requeue().endswith(f": Job <{job}> is being requeued")
     assert brequeue.calls == [[job]]
 
 
 def test_a_busy_controller_is_asked_again(scontrol: Fake) -> None:
     body = '[ "$N" -ge 3 ] || { echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; }'
     environ = {**scontrol.answers(body), "SLURM_JOB_ID": "17"}
-    assert of(SLURMRequeuer, SLURM, environ).requeue() == "scontrol requeue 17"
+    assert of(SLURM, environ).requeue() == "scontrol requeue 17"
     assert len(scontrol.calls) == 3
 
 
 def test_after_the_last_attempt_its_words_are_in_the_error(scontrol: Fake) -> None:
     environ = {**scontrol.answers("echo no controller today >&2; exit 1"), "SLURM_JOB_ID": "17"}
     with pytest.raises(RunFailedError, match="after 3 attempts") as caught:
-        of(SLURMRequeuer, SLURM, environ).requeue()
+        of(SLURM, environ).requeue()
     assert caught.value.why == "exit code 1: no controller today"
     assert caught.value.where == "scontrol requeue 17"
     assert len(scontrol.calls) == 3
@@ -141,7 +140,7 @@ def test_after_the_last_attempt_its_words_are_in_the_error(scontrol: Fake) -> No
 def test_a_refusal_is_not_asked_again(words: str, fix: str, scontrol: Fake) -> None:
     environ = {**scontrol.answers(f"echo '{words}' >&2; exit 1"), "SLURM_JOB_ID": "17"}
     with pytest.raises(RunFailedError, match="refused") as caught:
-        of(SLURMRequeuer, SLURM, environ).requeue()
+        of(SLURM, environ).requeue()
     assert caught.value.why == words
     assert fix in str(caught.value.fix)
     assert len(scontrol.calls) == 1
@@ -152,7 +151,7 @@ def test_a_command_that_hangs_is_killed_with_all_it_started(scontrol: Fake, tmp_
     environ = {**scontrol.answers(f"sleep 600 & echo $! >> {tmp_path}/pids; wait"), "SLURM_JOB_ID": "17"}
     config = SLURMRequeueConfig(timeout_s=2, retries=1, retry_wait_s=0.0)
     with pytest.raises(RunFailedError, match="after 2 attempts") as caught:
-        of(SLURMRequeuer, config, environ).requeue()
+        of(config, environ).requeue()
     assert "no answer within 2 s" in str(caught.value.why)
     deadline = time.monotonic() + 60  # the sleeps would run for 600 s; a kill takes effect when the kernel gets to it
     while any(_runs(pid) for pid in (tmp_path / "pids").read_text().split()):
@@ -171,9 +170,9 @@ def _runs(pid: str) -> bool:
 def test_without_the_command_the_way_out_is_named(kind: str, tmp_path: Path) -> None:
     """Pain 9: `scontrol` is missing in the container."""
     requeuer = (
-        of(SLURMRequeuer, SLURM, {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
+        of(SLURM, {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
         if kind == "slurm"
-        else of(LSFRequeuer, LSF, {"PATH": str(tmp_path), "LSB_JOBID": "17"})
+        else of(LSF, {"PATH": str(tmp_path), "LSB_JOBID": "17"})
     )
     with pytest.raises(RunFailedError, match="was not found") as caught:
         requeuer.requeue()
@@ -183,25 +182,25 @@ def test_without_the_command_the_way_out_is_named(kind: str, tmp_path: Path) -> 
 def test_outside_of_a_job_nothing_is_run(scontrol: Fake, brequeue: Fake) -> None:
     environ = scontrol.answers("exit 0") | brequeue.answers("exit 0")
     with pytest.raises(RunFailedError, match="no job of slurm"):
-        of(SLURMRequeuer, SLURM, environ).requeue()
+        of(SLURM, environ).requeue()
     with pytest.raises(RunFailedError, match="no job of lsf"):
-        of(LSFRequeuer, LSF, environ).requeue()
+        of(LSF, environ).requeue()
     assert scontrol.calls == brequeue.calls == []
 
 
 def test_the_command_gets_the_environment_of_the_job_only(scontrol: Fake) -> None:
     environ = {**scontrol.answers('echo "$SLURM_CONF,$HOME,"'), "SLURM_JOB_ID": "17", "SLURM_CONF": "/etc/x.conf"}
-    assert of(SLURMRequeuer, SLURM, environ).requeue() == "scontrol requeue 17: /etc/x.conf,,"
+    assert of(SLURM, environ).requeue() == "scontrol requeue 17: /etc/x.conf,,"
 
 
 def test_a_command_of_the_users_runs_without_a_shell(tmp_path: Path) -> None:
     out = tmp_path / "o u t"
     code = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
     config = CommandRequeueConfig(argv=(sys.executable, "-c", code, str(out), "$HOME; false"))
-    of(CommandRequeuer, config, {"PATH": SYSTEM_PATH}).requeue()
+    of(config, {"PATH": SYSTEM_PATH}).requeue()
     assert out.read_text() == "$HOME; false"
     with pytest.raises(RunFailedError, match="full path"):
-        of(CommandRequeuer, CommandRequeueConfig(argv=("no-such-program",)), {"PATH": SYSTEM_PATH}).requeue()
+        of(CommandRequeueConfig(argv=("no-such-program",)), {"PATH": SYSTEM_PATH}).requeue()
 
 
 def test_a_program_that_cannot_be_executed_is_an_error_not_a_traceback(tmp_path: Path) -> None:
@@ -210,23 +209,23 @@ def test_a_program_that_cannot_be_executed_is_an_error_not_a_traceback(tmp_path:
     program.chmod(0o755)
     config = CommandRequeueConfig(argv=(str(program),), retries=0)
     with pytest.raises(RunFailedError, match="after 1 attempt") as caught:
-        of(CommandRequeuer, config, {"PATH": SYSTEM_PATH}).requeue()
+        of(config, {"PATH": SYSTEM_PATH}).requeue()
     assert "No such file" in str(caught.value.why)
 
 
 def test_exit_code_and_none_say_what_they_do() -> None:
-    requeuer = of(ExitCodeRequeuer, ExitCodeRequeueConfig(code=200), {})
+    requeuer = of(ExitCodeRequeueConfig(code=200), {})
     assert requeuer.exit_code == 200
     assert requeuer.requeue() == "exit code 200 requests a restart"
     assert NoneRequeueConfig().max_requeues is None
-    assert of(NoRequeuer, NoneRequeueConfig(), {}).requeue() == "not requeued (requeue: none)"
+    assert of(NoneRequeueConfig(), {}).requeue() == "not requeued (requeue: none)"
 
 
 def test_a_requeue_that_ended_its_own_command(scontrol: Fake) -> None:
     """Seen on Slurm 22.05: `scontrol requeue` is ended with the job, and the next attempt finds it pending."""
     environ = scontrol.answers('[ $N = 1 ] && kill -TERM $$\necho "Job is pending execution for job 17" >&2; exit 1')
     config = SLURMRequeueConfig(retry_wait_s=0)
-    answer = of(SLURMRequeuer, config, {**environ, "SLURM_JOB_ID": "17"}).requeue()
+    answer = of(config, {**environ, "SLURM_JOB_ID": "17"}).requeue()
     assert "pending" in answer
     assert scontrol.calls == [["requeue", "17"]] * 2
 
@@ -247,7 +246,7 @@ def test_script_is_run_once_by_the_job_script(
 ) -> None:
     """The job script runs what is in the directory after the step; here a real shell does."""
     directory = tmp_path / "exit scripts"
-    answer = of(ScriptRequeuer, ScriptRequeueConfig(directory=str(directory)), variables).requeue()
+    answer = of(ScriptRequeueConfig(directory=str(directory)), variables).requeue()
     assert [path.name for path in directory.iterdir()] == [name]
     assert f"wrote {directory / name}" in answer
     assert stat.S_IMODE((directory / name).stat().st_mode) == 0o755
@@ -270,27 +269,27 @@ def test_script_is_run_once_by_the_job_script(
 def test_the_runners_variables_name_the_directory(environ: dict[str, str], expected: str, tmp_path: Path) -> None:
     """nshrunner's contract, its older name included; the config's own directory comes first."""
     places = {key: str(tmp_path / value) if value else "" for key, value in environ.items()}
-    of(ScriptRequeuer, ScriptRequeueConfig(), {**places, "SLURM_JOB_ID": "17"}).requeue()
+    of(ScriptRequeueConfig(), {**places, "SLURM_JOB_ID": "17"}).requeue()
     assert os.listdir(tmp_path) == [expected]
     own = tmp_path / "own"
-    of(ScriptRequeuer, ScriptRequeueConfig(directory=str(own)), {**places, "SLURM_JOB_ID": "17"}).requeue()
+    of(ScriptRequeueConfig(directory=str(own)), {**places, "SLURM_JOB_ID": "17"}).requeue()
     assert os.listdir(own) == ["requeue_17.sh"]
 
 
 def test_script_with_a_command_needs_no_scheduler(tmp_path: Path) -> None:
     argv = ("touch", str(tmp_path / "it's done"))
-    of(ScriptRequeuer, ScriptRequeueConfig(directory=str(tmp_path / "d"), argv=argv), {}).requeue()
+    of(ScriptRequeueConfig(directory=str(tmp_path / "d"), argv=argv), {}).requeue()
     subprocess.run([tmp_path / "d" / "requeue_job.sh"], check=True)
     assert (tmp_path / "it's done").exists()
 
 
 def test_script_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="no directory") as caught:
-        of(ScriptRequeuer, ScriptRequeueConfig(), {"SLURM_JOB_ID": "17"}).requeue()
+        of(ScriptRequeueConfig(), {"SLURM_JOB_ID": "17"}).requeue()
     assert "NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR" in str(caught.value.why)
     with pytest.raises(RunFailedError, match="nothing for the script to run"):
-        of(ScriptRequeuer, ScriptRequeueConfig(directory=str(tmp_path)), {}).requeue()
+        of(ScriptRequeueConfig(directory=str(tmp_path)), {}).requeue()
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailedError, match="cannot be written") as caught:
-        of(ScriptRequeuer, ScriptRequeueConfig(directory=str(tmp_path / "file")), {"SLURM_JOB_ID": "17"}).requeue()
+        of(ScriptRequeueConfig(directory=str(tmp_path / "file")), {"SLURM_JOB_ID": "17"}).requeue()
     assert os.listdir(tmp_path) == ["file"]

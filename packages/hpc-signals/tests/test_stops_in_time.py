@@ -29,7 +29,7 @@ from fairlead_hpc_signals import PreemptionGuard, StopPolicy
 from fairlead_hpc_signals.deadline import Deadline
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome
-from fairlead_hpc_signals.slurm import SLURMRequeueConfig, SLURMRequeuer
+from fairlead_hpc_signals.slurm import SLURMRequeueConfig, SLURMRequeuer, slurm
 
 PATIENCE = 60.0
 FORKS = multiprocessing.get_context("forkserver")  # a fork of a process that has trained may wait for its threads
@@ -61,7 +61,7 @@ def stopped_alone(environ: dict[str, str], grace_s: float) -> tuple[float, StopO
     began = time.monotonic()
     flags.note(signal.SIGTERM)
     assert guard.should_stop()
-    requeuer = SLURMRequeuer(SLURMRequeueConfig(timeout_s=grace_s, retries=0), environ, JOB)
+    requeuer = SLURMRequeuer(SLURMRequeueConfig(timeout_s=grace_s, retries=0), environ, JOB, slurm)
     outcome = guard.save_and_requeue(lambda: None, requeuer)
     guard.close()
     return time.monotonic() - began, outcome
@@ -96,7 +96,7 @@ def test_a_requeue_without_an_answer_is_asked_for_again(tmp_path: Path) -> None:
     flags.note(signal.SIGTERM)
     assert guard.should_stop()
     outcome = guard.save_and_requeue(
-        lambda: None, SLURMRequeuer(SLURMRequeueConfig(timeout_s=1.0, retries=0), environ, JOB)
+        lambda: None, SLURMRequeuer(SLURMRequeueConfig(timeout_s=1.0, retries=0), environ, JOB, slurm)
     )
     guard.close()
     assert outcome.requeued == "scontrol requeue 17"
@@ -172,7 +172,7 @@ def work(
 ) -> None:
     """A loop with an all-reduce a step; the bad rank has a trouble at its place."""
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, 3, False), rank=rank, world_size=3)
-    requeuer = SLURMRequeuer(SLURMRequeueConfig(), environ, JOB)
+    requeuer = SLURMRequeuer(SLURMRequeueConfig(), environ, JOB, slurm)
     value = torch.zeros(1)
     with PreemptionGuard(environ=environ, policy=StopPolicy(grace_s=grace)) as guard:
         guard.start()

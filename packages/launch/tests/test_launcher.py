@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from fairlead_launch.launcher import launch_distributed_training
-from fairlead_launch.nodes import OneNode
+from fairlead_launch.ports import HeldPort
 from fairlead_launch.settings import LaunchConfig
 from fairlead_launch.supervise import is_left
 from fairlead_runs.waiting import parse_ranks
@@ -175,15 +175,16 @@ def test_a_script_that_ends_itself_at_the_same_place_is_known_too(tmp_path: Path
 
 def test_two_launches_at_one_moment_have_a_port_each() -> None:
     """Held from its choice until rank 0 listens there, as torch's store and this server do."""
-    one, other, third = (OneNode("127.0.0.1", None) for _ in range(3))
+    one, other, third = (HeldPort() for _ in range(3))
+    candidates = range(29500, 29700)
     with closing(one), closing(other), closing(third):
-        ports = [one.next().port, other.next().port]
+        ports = [one.hold(candidates), other.hold(candidates)]
         assert len(set(ports)) == 2
         for port in ports:
             with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as rank_0:
                 socket.create_connection(("127.0.0.1", port)).close()
                 assert rank_0.getsockname()[1] == port
-                assert third.next().port not in ports
+                assert third.hold(candidates) not in ports
 
 
 def test_a_stop_with_everything_saved_is_no_failure(tmp_path: Path) -> None:

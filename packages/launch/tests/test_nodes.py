@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from fairlead.errors import FairleadError
+from fairlead_launch.participant import Participant
 from fairlead_launch.ports import free_port
 from fairlead_launch.restarts import Restarts
-from fairlead_launch.several import SeveralNodes
 
 SCRIPT = """
 import os, pathlib, sys, time
@@ -108,9 +108,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
     until(lambda: not any(map(is_running, job.pids())))
 
 
-def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_by_a_spare(job: Job) -> None:
+def test_a_killed_rank_starts_all_nodes_again(job: Job) -> None:
     """Ranks keep their places, each start has its own port, and all launchers end with the same code."""
-    words = ("--nnodes", "2", "--spares", "1", "--main-address", "localhost")
+    words = ("--nnodes", "2", "--main-address", "localhost")
     job.node(1, *words, nproc=2)
     job.node(0, *words, nproc=2)  # node 0 may come later
     first = job.ranks(0, 4)
@@ -124,24 +124,15 @@ def test_a_killed_rank_starts_all_nodes_again_and_a_killed_launcher_is_replaced_
     os.kill(int(first[3][0]), signal.SIGKILL)
     second = job.ranks(1, 4)
     assert {rank[7] for rank in first}.isdisjoint(rank[7] for rank in second)
-    job.node(2, *words, nproc=2)
-    lost = job.launchers[0]
-    read_until(job.launchers[2], "this node is a spare: 2 nodes run the job")
-    lost.kill()
-    third = job.ranks(2, 4)
-    assert [rank[1:6] for rank in third] == [rank[1:6] for rank in first]
-    results = job.finish()
-    assert [code for code, _ in results] == [-signal.SIGKILL, 0, 0]
-    _, lead, spare = (text for _, text in results)
+    assert [rank[1:6] for rank in second] == [rank[1:6] for rank in first]
+    (other, _), (code, lead) = job.finish()
+    assert (other, code) == (0, 0)
     assert "failed: rank 3 of 4 was killed by SIGKILL" in lead
     assert "restarting the ranks (1 of 3)" in lead
-    assert f"node 1 on {socket.gethostname()} was lost" in lead
-    assert "restarting the ranks (2 of 3)" in lead
-    assert f"node 2 on {socket.gethostname()} came in" in spare
 
 
 def test_the_printed_commands_are_those_that_start(job: Job) -> None:
-    place = ["--nnodes", "1", "--spares", "1", "--main-address", "localhost", "--main-port", str(job.port)]
+    place = ["--nnodes", "1:2", "--main-address", "localhost", "--main-port", str(job.port)]
     same = ["--nproc", "1", "--start-method", "spawn"]
     command = [sys.executable, "-m", "fairlead", "launch", *place, *same, "--print-commands"]
     words = [str(job.script), str(job.folder / "a folder")]
@@ -195,7 +186,7 @@ def test_a_run_saves_and_stops_for_a_node_that_comes(job: Job) -> None:
     assert "2 nodes, 1 before: trainer.batch_policy decides" in said
 
 
-def test_without_a_spare_the_job_ends_and_names_the_node(job: Job) -> None:
+def test_a_fixed_number_ends_without_a_node_and_names_it(job: Job) -> None:
     for node in (0, 1):
         job.node(node, "--nnodes", "2")
     job.ranks(0, 2)
@@ -210,12 +201,11 @@ def test_nodes_that_do_not_come_are_named_and_one_too_many_is_refused() -> None:
     port = free_port()
 
     def come(rank: int) -> str:
-        node = SeveralNodes(
+        node = Participant(
             "localhost",
             port,
             nodes=(3, 3),
             rank=rank,
-            spares=0,
             count=1,
             start_s=1.5,
             restarts=Restarts(0, when_saved=True),

@@ -18,7 +18,8 @@ from fairlead.cli import main
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.own_checks import user_code
 from fairlead.testing import FakeEntryPoint, stand_ins
-from fairlead_launch.submission import commands, lsf, read_submission, slurm
+from fairlead_launch.commands import plugin as commands
+from fairlead_launch.submission import lsf, read_submission, slurm
 from fairlead_launch.submission.requests import array_indices
 from fairlead_launch.submission.sweep import members
 from fairlead_runs import collect_provenance
@@ -156,7 +157,7 @@ def test_what_the_scheduler_says_is_shown_and_nothing_is_left(site: Site, capsys
     assert not list((site.folder / "runs/sine/submissions").iterdir())
     assert read_submission(site.folder / "runs/sine") is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fairlead_launch.submission.slurm_runtime._TIMEOUT", 0.2)
+        patch.setattr("fairlead_launch.submission.batch.TIMEOUT_S", 0.2)
         site.program("sbatch", "sleep 5")
         assert site.submit() == 1
     assert "the job may be queued or not" in capsys.readouterr().err

@@ -18,10 +18,8 @@ from pydantic import ValidationError
 from fairlead.errors import FairleadError
 from fairlead_launch.submission import Request
 from fairlead_launch.submission.kubectl import KubectlSubmitter
-from fairlead_launch.submission.kubeflow import KubeflowSubmitterConfig
-from fairlead_launch.submission.kubeflow_runtime import PyTorchJobSubmitter, TrainJobSubmitter
-from fairlead_launch.submission.kubernetes import KubernetesSubmitterConfig
-from fairlead_launch.submission.kubernetes_runtime import KubernetesSubmitter
+from fairlead_launch.submission.kubeflow import KubeflowSubmitter, KubeflowSubmitterConfig
+from fairlead_launch.submission.kubernetes import KubernetesSubmitter, KubernetesSubmitterConfig
 
 STAND_IN = Path(__file__).with_name("kubectl_stand_in.py")
 JOB = """
@@ -51,10 +49,8 @@ def on_kubernetes(environ: Mapping[str, str] | None = None, **settings: Any) -> 
     return KubernetesSubmitter(KubernetesSubmitterConfig.model_validate(given), environ or {})
 
 
-def on_kubeflow(kind: str) -> KubectlSubmitter:
-    settings = {"image": "sine:1", "runs": {"claim": "runs"}, "kind": kind}
-    build = TrainJobSubmitter if kind == "TrainJob" else PyTorchJobSubmitter
-    return build(KubeflowSubmitterConfig.model_validate(settings), {})
+def on_kubeflow() -> KubectlSubmitter:
+    return KubeflowSubmitter(KubeflowSubmitterConfig.model_validate({"image": "sine:1", "runs": {"claim": "runs"}}), {})
 
 
 @pytest.fixture
@@ -94,7 +90,6 @@ def test_a_job_from_its_submission_to_its_end(cluster: dict[str, str], tmp_path:
     assert submitter.state(job).phase == "running"
     said = subprocess.run(submitter.logs_command(job), env=cluster, capture_output=True, text=True, check=True)
     assert said.stdout == "[pod/sine-1-0-x7k2p/fairlead] step 10\n"
-    assert "--follow" in submitter.logs_command(job, follow=True)
     failed = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "it failed 6 times"}
     set_status(cluster, "job.batch", job, failed=6, conditions=[failed])
     state = submitter.state(job)
@@ -171,22 +166,17 @@ HOLDS = {"status": "True"}
         ("TrainJob", {"conditions": [{"type": "Complete", **HOLDS}]}, "finished"),
         ("TrainJob", {"conditions": [{"type": "Failed", **HOLDS}]}, "failed"),
         ("TrainJob", {"conditions": [{"type": "Suspended", **HOLDS}]}, "queued"),
-        ("PyTorchJob", {"conditions": [{"type": "Created", **HOLDS}]}, "queued"),
-        ("PyTorchJob", {"conditions": [{"type": "Created", **HOLDS}, {"type": "Running", **HOLDS}]}, "running"),
-        ("PyTorchJob", {"conditions": [{"type": "Restarting", **HOLDS}]}, "queued"),
-        ("PyTorchJob", {"conditions": [{"type": "Running", "status": "False"}, {"type": "Failed", **HOLDS}]}, "failed"),
-        ("PyTorchJob", {"conditions": [{"type": "Succeeded", **HOLDS}]}, "finished"),
     ],
 )
 def test_what_a_status_means(kind: str, status: dict[str, Any], phase: str) -> None:
     """As the APIs describe it; `status` is a fake."""
-    submitter = on_kubernetes() if kind == "Job" else on_kubeflow(kind)
+    submitter = on_kubernetes() if kind == "Job" else on_kubeflow()
     assert submitter.read(status).phase == phase
 
 
 def test_a_trainjobs_progress_is_in_its_state() -> None:
     told = {"progressPercentage": 45, "estimatedRemainingSeconds": 120, "metrics": [{"name": "loss", "value": "0.2"}]}
-    details = on_kubeflow("TrainJob").read({"trainerStatus": told}).details
+    details = on_kubeflow().read({"trainerStatus": told}).details
     assert details == {"progressPercentage": "45", "estimatedRemainingSeconds": "120", "metrics.loss": "0.2"}
 
 
@@ -232,30 +222,27 @@ def test_a_folder_that_all_machines_mount_is_used_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "codes"),
+    ("asked", "codes"),
     [
-        ("TrainJob", "auto", (75, 3)),
-        ("TrainJob", {"name": "exit_code", "code": 200, "final_code": 4}, (200, 4)),
-        ("PyTorchJob", "auto", (200, 3)),
-        ("PyTorchJob", {"name": "exit_code", "code": 75, "max_requeues": 9}, (200, 3)),  # 75 is final there
-        ("PyTorchJob", {"name": "exit_code", "code": 201}, (201, 3)),
-        ("TrainJob", "none", None),
+        ("auto", (75, 3)),
+        ({"name": "exit_code", "code": 200, "final_code": 4}, (200, 4)),
+        ({"name": "exit_code", "max_requeues": 9}, (75, 3)),
+        ("none", None),
     ],
 )
 def test_the_codes_of_the_job_are_those_that_the_manifest_counts_with(
-    kind: str, asked: Any, codes: tuple[int, int] | None
+    asked: Any, codes: tuple[int, int] | None
 ) -> None:
     text = f"{JOB}trainer: {{requeue: {json.dumps(asked)}}}\n"
-    made = objects(on_kubeflow(kind), request(text))
+    made = objects(on_kubeflow(), request(text))
     requeue = yaml.safe_load(made["ConfigMap"]["data"]["job.yaml"])["trainer"]["requeue"]
     assert codes is None or (requeue["code"], requeue["final_code"]) == codes
     assert requeue.get("max_requeues") == (asked.get("max_requeues") if isinstance(asked, dict) else None)
-    if kind == "TrainJob":
-        [node] = made["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
-        final, evicted, again = node["template"]["spec"]["podFailurePolicy"]["rules"]
-        assert (again["action"], again["onExitCodes"]["values"]) == ("Ignore", [codes[0] if codes else 75])
-        assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [2, codes[1] if codes else 3])
-        assert (evicted["action"], evicted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    [node] = made["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    final, evicted, again = node["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert (again["action"], again["onExitCodes"]["values"]) == ("Ignore", [codes[0] if codes else 75])
+    assert (final["action"], final["onExitCodes"]["values"]) == ("FailJob", [2, codes[1] if codes else 3])
+    assert (evicted["action"], evicted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from fairlead.errors import ConfigError
 from fairlead.jobs import load_config
 from fairlead.testing import FakeEntryPoint, stand_ins
 from fairlead_launch.submission import slurm
-from fairlead_launch.submission.requests import frozen, hardware
+from fairlead_launch.submission.plan import job_of
+from fairlead_launch.submission.requests import frozen, hardware, with_requeuer
 from fairlead_runs import code_change
 
 PLUGINS = PluginManager(
@@ -47,7 +48,8 @@ def test_how_a_submitted_job_is_started_again(
     tmp_path: Path, submit: dict[str, Any], trainer: dict[str, Any], warn_s: int, requeue: dict[str, Any] | None
 ) -> None:
     loaded = load_config(job(submit, **trainer), "the job", PLUGINS, tmp_path, {}, default_name="a")
-    data = frozen(loaded, ["/code"], tmp_path, warn_s, ["slurm", "exit_code", "none"])
+    known = ["slurm", "exit_code", "none"]
+    data = with_requeuer(frozen(loaded, ["/code"], tmp_path), job_of(loaded), warn_s, known)
     given = data["trainer"]["requeue"]
     assert (given if requeue is None else {name: given[name] for name in requeue}) == (requeue or "auto")
     assert (data["run"]["code"], data["run"]["dir"]) == (["/code"], str(tmp_path / "runs"))

@@ -13,12 +13,10 @@ import pytest
 
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.submission import Request, Submitter
-from fairlead_launch.submission.lsf import LSFSubmitterConfig
-from fairlead_launch.submission.lsf_runtime import LSFSubmitter
+from fairlead_launch.submission.lsf import LSFSubmitter, LSFSubmitterConfig
 from fairlead_launch.submission.network import NETWORKS
 from fairlead_launch.submission.requests import variables
-from fairlead_launch.submission.slurm import SLURMSubmitterConfig
-from fairlead_launch.submission.slurm_runtime import SLURMSubmitter
+from fairlead_launch.submission.slurm import SLURMSubmitter, SLURMSubmitterConfig
 
 NASTY = 'it\'s a "run"; $(touch owned) `touch owned`'
 
@@ -191,12 +189,11 @@ def test_a_template_that_leaves_the_screen_out_is_refused(tmp_path: Path) -> Non
     assert "doctor --nodes" in slurm(template="own.j2", screen=True).render(request(tmp_path))["job.sh"]
 
 
-def test_a_network_is_its_variables_with_their_source() -> None:
+def test_a_network_is_its_variables_and_the_jobs_own_come_before_them() -> None:
     for name, network in NETWORKS.items():
-        assert network.source.startswith("https://")
         given: dict[str, Any] = {"network": name, "env": {"NCCL_SOCKET_IFNAME": "ib0", "DEBUG": True}}
         assert variables(SLURMSubmitterConfig(**given)) == {
-            **network.variables,
+            **network,
             "NCCL_SOCKET_IFNAME": "ib0",
             "DEBUG": "1",
         }
@@ -333,7 +330,7 @@ def test_sbatch_takes_it_or_says_why_not(tmp_path: Path) -> None:
     ],
 )
 def test_what_slurm_says_of_a_job(tmp_path: Path, squeue: str, sacct: str, phase: str, reason: str) -> None:
-    environ = programs(tmp_path / "bin", squeue=f"printf '{squeue}'", sacct=f"printf '{sacct}'", scontrol="true")
+    environ = programs(tmp_path / "bin", squeue=f"printf '{squeue}'", sacct=f"printf '{sacct}'")
     state = SLURMSubmitter(SLURMSubmitterConfig(), environ).state("17")
     assert (state.phase, state.reason) == (phase, reason)
 

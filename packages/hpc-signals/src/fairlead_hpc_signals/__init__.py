@@ -16,7 +16,9 @@ from fairlead_hpc_signals.flags import Conflict, Flag, SignalFlags
 from fairlead_hpc_signals.lsf import LSFRequeueConfig
 from fairlead_hpc_signals.none import NoneRequeueConfig
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
+from fairlead_hpc_signals.programs import CommandSettings
 from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
+from fairlead_hpc_signals.scheduler_requeue import SchedulerRequeue, SchedulerRequeuer
 from fairlead_hpc_signals.script import ScriptRequeueConfig
 from fairlead_hpc_signals.slurm import SLURMRequeueConfig
 from fairlead_hpc_signals.stopping import PreemptionGuard
@@ -26,6 +28,7 @@ __all__ = [
     "AgreementError",
     "ChainRequeueConfig",
     "CommandRequeueConfig",
+    "CommandSettings",
     "Conflict",
     "ExitCodeRequeueConfig",
     "Flag",
@@ -34,6 +37,8 @@ __all__ = [
     "OutliveStops",
     "PreemptionGuard",
     "SLURMRequeueConfig",
+    "SchedulerRequeue",
+    "SchedulerRequeuer",
     "ScriptRequeueConfig",
     "SignalFlags",
     "StopAgreement",

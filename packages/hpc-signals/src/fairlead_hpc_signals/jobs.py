@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
-from fairlead.errors import RunFailedError
 from fairlead.facts import Job
 from fairlead.findings import Finding
 
@@ -21,14 +20,6 @@ JOB_UNKNOWN: Final[Mapping[str, str]] = {
 def requeue_command(job: Job | None, scheduler: str | None = None) -> tuple[str, ...]:
     """The command that requeues a job, where it is one of the scheduler, if one is named; else nothing."""
     return job.requeue if job is not None and scheduler in (None, job.scheduler) else ()
-
-
-def no_job(scheduler: str, start: str) -> RunFailedError:
-    """The error of a requeue without a job."""
-    return RunFailedError(
-        f"the job is not requeued: this process belongs to no job of {scheduler}",
-        fix=f"start it with {start}, or choose another `requeue`",
-    )
 
 
 def check_job(resolution: Resolution, scheduler: str | None = None) -> Iterator[Finding]:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
-from fairlead.interfaces import Requeuer
-from fairlead.plugin_classes import RequeuePlugin
 from fairlead_hpc_signals.excluding import exclusion
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, no_job, requeue_command
-from fairlead_hpc_signals.programs import (
-    COMMAND_MISSING,
-    NOT_IN_CONTAINER,
-    CommandSettings,
-    check_command,
-    run_command,
-)
+from fairlead_hpc_signals.jobs import requeue_command
+from fairlead_hpc_signals.programs import CommandSettings
 from fairlead_hpc_signals.scheduler import why_stopped
+from fairlead_hpc_signals.scheduler_requeue import SchedulerRequeue, SchedulerRequeuer
 from fairlead_runs.programs import ask
 
 if TYPE_CHECKING:
@@ -30,16 +23,7 @@ if TYPE_CHECKING:
 _EXPEDITED: Final = re.compile(r"^#SBATCH\b.*--requeue[= ]expedite", re.MULTILINE)
 _ENDS_WELL: Final = re.compile(r"\bexit 0\b")  # what a script that knows of this has somewhere
 _CHECK_TIMEOUT: Final = 5.0  # seconds that the start of a job may wait for an answer
-
 _SUBMIT: Final = "submit the job again; with `sbatch --requeue` SLURM lets it be requeued"
-# Messages of Slurm's own (slurm_errno.c); every other failure, such as a busy controller, is tried again.
-_REFUSALS: Final[Mapping[str, str]] = {
-    "Invalid job id": "submit the job again; SLURM no longer knows it",
-    "Requested operation is presently disabled": _SUBMIT,
-    "Access/permission denied": "submit the job again; on this cluster users may not requeue: try `requeue: script`",
-}
-# SLURM ends the job's processes as it requeues it, and sometimes the command itself before it has its answer.
-_DONE: Final = ("Job is pending execution",)
 
 
 class SLURMRequeueConfig(CommandSettings):
@@ -48,19 +32,26 @@ class SLURMRequeueConfig(CommandSettings):
     name: Literal["slurm"] = "slurm"
 
 
-class SLURM(RequeuePlugin):
+class SLURM(SchedulerRequeue):
     """Asks SLURM."""
 
     config = SLURMRequeueConfig
     runtime = "fairlead_hpc_signals.slurm:build"
     extra = "slurm"
-    example: ClassVar[Mapping[str, Any]] = {"retry_wait_s": 0.0}
-    example_environ: ClassVar[Mapping[str, str]] = {
-        "SLURM_JOB_ID": "7",
+    program = "scontrol"
+    start = "sbatch or srun"
+    # Messages of Slurm's own (slurm_errno.c); every other failure, such as a busy controller, is tried again.
+    refusals: ClassVar[Mapping[str, str]] = {
+        "Invalid job id": "submit the job again; SLURM no longer knows it",
+        "Requested operation is presently disabled": _SUBMIT,
+        "Access/permission denied": "submit the job again; on this cluster users may not requeue: try "
+        "`requeue: script`",
     }
+    # SLURM ends the job's processes as it requeues it, and sometimes the command itself before it has its answer.
+    done_before = ("Job is pending execution",)
+    example_environ: ClassVar[Mapping[str, str]] = {"SLURM_JOB_ID": "7"}
     codes: ClassVar[Mapping[str, str]] = {
-        **COMMAND_MISSING,
-        **JOB_UNKNOWN,
+        **SchedulerRequeue.codes,
         "requeue-refused": "SLURM does not let this job be requeued: it was submitted so, or is no batch job.",
         "requeue-held": "The job script asks for `--requeue=expedite` and may end with 75: SLURM would hold the job.",
     }
@@ -68,8 +59,7 @@ class SLURM(RequeuePlugin):
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterable[Finding]:
         """Is there a job, the command, and does SLURM allow it?"""
-        yield from check_job(resolution, "slurm")
-        yield from check_command("scontrol", resolution, environ)
+        yield from super().fairlead_check(resolution, environ)
         job = requeue_command(resolution.job, "slurm")
         if not (resolution.inside_job and job and resolution.value("global_rank") == 0):
             return
@@ -98,35 +88,21 @@ class SLURM(RequeuePlugin):
             )
 
 
-class SLURMRequeuer(Requeuer):
-    """`scontrol requeue`; call it on one rank, when everything is saved.
+class SLURMRequeuer(SchedulerRequeuer):
+    """`scontrol requeue`, and what a job of SLURM can do besides.
 
     SLURM then sends SIGCONT and SIGTERM to all processes of the job, the caller included, and SIGKILL after KillWait.
     """
-
-    config: SLURMRequeueConfig
-
-    def requeue(self) -> str:
-        """Requeues this job; returns the command that did."""
-        argv = requeue_command(self.job, "slurm")
-        if not argv:
-            raise no_job("slurm", "sbatch or srun")
-        return run_command(
-            argv, self.config, self.environ, missing=NOT_IN_CONTAINER, refusals=_REFUSALS, done_before=_DONE
-        )
 
     def requeue_without(self, nodes: Sequence[str]) -> str:
         """Requeues this job, and excludes nodes from it while its processes are still being ended.
 
         It is not held for that: if we were killed before its release, it would stay held.
         """
-        argv = requeue_command(self.job, "slurm")
-        if not argv:
-            raise no_job("slurm", "sbatch or srun")
-        words = exclusion(argv[-1], nodes, self._ask)
+        words = exclusion(self.command()[-1], nodes, self._ask)
         done = self.requeue()
         try:
-            return f"{done}; {run_command(words, self.config, self.environ, missing=NOT_IN_CONTAINER)}"
+            return f"{done}; {self.run(words)}"
         except RunFailedError as error:
             return f"{done}; the nodes could not be excluded: {error.why}"
 

@@ -7,7 +7,6 @@ variables, the command. As long as that is open the launcher there runs; Ctrl-C 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -23,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from fairlead.errors import ConfigError, MissingDependencyError, RunFailedError
-from fairlead.install import install_line
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead.hostlist import expand
+from fairlead.secret_names import is_secret_name
 from fairlead_launch.remote import STARTED
 
 _SSH: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
@@ -32,7 +32,6 @@ _PASSED: Final = re.compile(
     r"(FAIRLEAD|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|OMP|MKL|KMP|UCX|FI|OFI|HF|TRANSFORMERS|TOKENIZERS)_[A-Z_0-9]+"
     r"|PYTHON[A-Z]+|CUDA_(LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS)|WANDB_(MODE|PROJECT|ENTITY|DIR|RUN_GROUP)|TZ|LANG|LC_ALL"
 )
-_SECRET: Final = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
 _GRACE_S: Final = 45.0
 """How long the launchers may take to end, when one could not be started."""
 
@@ -58,7 +57,7 @@ def hosts_of(text: str | None, file: str | None) -> list[str]:
             )
     assert text is not None
     try:
-        hosts = _expand(text)
+        hosts = expand(text)
     except ValueError as error:
         raise ConfigError(str(error), where=f"--hosts {text}", fix="write them as n1,n2 or n[1-4]") from error
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
@@ -68,29 +67,15 @@ def hosts_of(text: str | None, file: str | None) -> list[str]:
     return hosts
 
 
-def _expand(text: str) -> list[str]:
-    if "[" not in text:
-        return [host for host in re.split(r"[\s,]+", text) if host]
-    try:
-        notation = importlib.import_module("fairlead_environments.slurm.hostlist")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the brackets in {text} are read by fairlead-environments, which is not installed",
-            where="--hosts",
-            fix=f"{install_line('check')}, or name the hosts one by one: n1,n2",
-        ) from error
-    hosts: list[str] = notation.expand(text)
-    return hosts
-
-
 def passed_variables(environ: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
     """The variables that the launchers on other hosts get: those of libraries, and `more` by name; no secret unasked.
 
     Example:
-        >>> passed_variables({"NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "HOME": "/root", "MINE": "1"}, ["MINE"])
-        {'NCCL_DEBUG': 'INFO', 'MINE': '1'}
+        >>> here = {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN": "x", "HOME": "/root", "MINE": "1"}
+        >>> passed_variables(here, ["MINE"])
+        {'TOKENIZERS_PARALLELISM': 'false', 'MINE': '1'}
     """
-    own = {name for name in environ if _PASSED.fullmatch(name) and not _SECRET.search(name)}
+    own = {name for name in environ if _PASSED.fullmatch(name) and not is_secret_name(name)}
     return {name: value for name, value in environ.items() if name in own or name in more}
 
 

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,14 +18,14 @@ from fairlead.threads import choose_threads
 from fairlead_launch.environment import BACKEND, rank_environment
 from fairlead_launch.forkserver import CAN_FORK, ForkServer
 from fairlead_launch.node_commands import launch_on_hosts
-from fairlead_launch.nodes import Members, OneNode
+from fairlead_launch.outer_launch import OuterLaunch, find_outer_launch
 from fairlead_launch.output import Output
-from fairlead_launch.place import Place, find_place
+from fairlead_launch.participant import Members, Participant
+from fairlead_launch.ports import HeldPort
 from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
 from fairlead_launch.scripts import head_imports, module_file
 from fairlead_launch.settings import LaunchConfig
-from fairlead_launch.several import SeveralNodes, run_on_nodes
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker
 from fairlead_runs.waiting import parse_ranks
@@ -97,11 +96,11 @@ class DistributedLauncher:
                 return launch_on_hosts(self.config, (name, *words), self._environ, received, self._stderr)
         count, reason = processes_per_node(self.config.nproc_per_node, self._environ, self._plugins)
         if not self.config.placed:
-            place = find_place(self.config.nproc_per_node, count, self._environ, self._plugins)
-            if place is not None and place.rank is not None:
-                return self._be_rank(place, name, *words)
-            if place is not None:
-                self._take(place)
+            outer = find_outer_launch(self.config.nproc_per_node, count, self._environ, self._plugins)
+            if outer is not None and outer.rank is not None:
+                return self._be_rank(outer, name, *words)
+            if outer is not None:
+                self._be_node(outer)
         with noted_signals() as received:
             if not self._prepare(path, name, words, received):
                 return stopped_before(received, self._stderr)
@@ -111,59 +110,50 @@ class DistributedLauncher:
                 if self._server is not None:
                     self._server.close()
 
-    def _be_rank(self, place: Place, *words: str) -> int:
+    def _be_rank(self, outer: OuterLaunch, *words: str) -> int:
         """Runs the script in this process, which is a rank already."""
-        if place.rank == 0:
-            self._say(f"already launched by {place.by}: {place.world_size} ranks, and this is one; it restarts them")
-        own = place.variables() | ({BACKEND: self.config.backend} if self.config.backend != "auto" else {})
+        if outer.rank == 0:
+            self._say(f"already launched by {outer.by}: {outer.world_size} ranks, and this is one; it restarts them")
+        own = outer.variables() | ({BACKEND: self.config.backend} if self.config.backend != "auto" else {})
         os.environ.update({name: value for name, value in own.items() if name not in self._environ})
         run_worker(self.config.module, *words)
         return 0
 
-    def _take(self, place: Place) -> None:
+    def _be_node(self, outer: OuterLaunch) -> None:
         """Takes the numbers of this node from what has started its launcher."""
-        if place.num_nodes <= self.config.spares:
-            raise ConfigError(
-                f"{self.config.spares} spares of {place.num_nodes} nodes leave none that trains", where="--spares"
-            )
-        self._say(f"started by {place.by}: this is node {place.node_rank} of {place.num_nodes}")
+        self._say(f"started by {outer.by}: this is node {outer.node_rank} of {outer.num_nodes}")
         self.config = self.config.model_copy(
             update={
-                "nnodes": place.num_nodes - self.config.spares,
-                "node_rank": place.node_rank,
-                "master_addr": place.address,
-                "master_port": self.config.master_port or place.port,
+                "nnodes": outer.num_nodes,
+                "node_rank": outer.node_rank,
+                "master_addr": outer.address,
+                "master_port": self.config.master_port or outer.port,
             }
         )
 
     def _run(self, count: int, reason: str, received: list[int], words: Sequence[str]) -> int:
         config = self.config
         restarts = Restarts(config.max_restarts, when_saved=not find_jobs(self._environ, self._plugins))
-        if config.nodes == (1, 1) and not config.spares:
-            with closing(OneNode(config.master_addr, config.master_port)) as one:
-                return run_with_restarts(
-                    lambda starts, _: self._group(replace(one.next(), start=starts), count, reason, words),
-                    received,
-                    restarts=restarts,
-                    stderr=self._stderr,
-                )
-        nodes = SeveralNodes(
+        if config.nodes == (1, 1):
+            with closing(HeldPort()) as held:
+
+                def group(starts: int, _before: Group | None) -> Group:
+                    port = config.master_port or held.hold(range(29500, 29700))  # another one for each start
+                    return self._group(Members(1, 0, config.master_addr, port, starts), count, reason, words)
+
+                return run_with_restarts(group, received, restarts=restarts, stderr=self._stderr)
+        nodes = Participant(
             config.master_addr,
             config.master_port,
             nodes=config.nodes,
             rank=config.node_rank,
-            spares=config.spares,
             count=count,
             start_s=config.start_timeout,
             restarts=restarts,
             say=self._say,
         )
-        try:
-            return run_on_nodes(
-                lambda members: self._group(members, count, reason, words, nodes.trouble), nodes, received
-            )
-        finally:
-            nodes.close()
+        with closing(nodes):
+            return nodes.run(lambda members: self._group(members, count, reason, words, nodes.trouble), received)
 
     def _prepare(self, path: Path | None, name: str, words: Sequence[str], received: Sequence[int]) -> bool:
         """Has the head of the script imported once for all; False: a signal came before that was done."""

@@ -16,7 +16,6 @@ from fairlead_launch.settings import LaunchConfig
 
 _SAME: Final = {
     "nproc_per_node": "--nproc",
-    "spares": "--spares",
     "backend": "--backend",
     "max_restarts": "--max-restarts",
     "monitor_interval": "--monitor-interval",
@@ -29,7 +28,7 @@ _SAME: Final = {
 
 
 def node_words(config: LaunchConfig, script: Sequence[str], hosts: Sequence[str] = ()) -> list[list[str]]:
-    """What is behind `fairlead` on each node: of hosts, or as many as there are in `nnodes` and `spares`.
+    """What is behind `fairlead` on each node: of hosts, or of as many as `nnodes` says.
 
     Example:
         >>> config = LaunchConfig(nnodes=2, nproc_per_node=4, master_addr="n1", monitor_interval=0.1)
@@ -45,16 +44,16 @@ def node_words(config: LaunchConfig, script: Sequence[str], hosts: Sequence[str]
         for word in (option, f"{value:g}" if isinstance(value, float) else str(value))
     ]
     port = config.master_port or DEFAULT_PORT
-    nnodes, count = str(config.nnodes), config.nodes[1] + config.spares
+    nnodes, count = str(config.nnodes), config.nodes[1]
     if hosts:
         count = len(hosts)
         if config.nodes == (1, 1):
-            nnodes = str(count - config.spares)
-        if int(nnodes.rpartition(":")[2]) + config.spares != count or count <= config.spares:
+            nnodes = str(count)
+        if int(nnodes.rpartition(":")[2]) != count:
             raise ConfigError(
-                f"{count} host{'s'[: count != 1]} for {config.nnodes} nodes and {config.spares} spares",
+                f"{count} host{'s'[: count != 1]} for {config.nnodes} nodes",
                 where="--hosts",
-                fix="name a host for each node and each spare",
+                fix="name a host for each node",
             )
     if config.master_addr != "127.0.0.1":
         address = config.master_addr
@@ -91,7 +90,7 @@ def launch_on_hosts(
         ssh=config.ssh,
         environ=environ,
         variables=passed_variables(environ, more),
-        needed=least == most and not config.spares,
+        needed=least == most,
         stdout=sys.stdout,
         stderr=stderr,
     )

@@ -59,29 +59,43 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
-def hold_port(candidates: Iterable[int], host: str = "") -> socket.socket:
-    """The first free one of the ports, else `PortError`, for another process to listen on while the socket is open.
+class HeldPort:
+    """A port of this machine that is held for another process to listen on, until another one is, or it is closed.
 
     Whoever else chooses a port in this way gets another one. A program that listens with SO_REUSEADDR, as torch's store
     and Python's `create_server` do, can take it: the socket is bound without that option, and gets it afterwards.
     """
-    dual = not host and socket.has_dualstack_ipv6()
-    for port in candidates:
-        held = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-        try:
-            if dual:
-                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            held.bind((host, port))
-        except OSError:
-            held.close()
-            continue
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return held
-    raise PortError(
-        "no free port among the candidates",
-        where=host or "all addresses of this machine",
-        fix="end the processes that hold them (`ss -ltnp` names them), or give a port: --main-port",
-    )
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def hold(self, candidates: Iterable[int]) -> int:
+        """Holds the first free one of the ports, in place of the one before; else `PortError`."""
+        self.close()
+        dual = socket.has_dualstack_ipv6()
+        for port in candidates:
+            held = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+            try:
+                if dual:
+                    held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                held.bind(("", port))
+            except OSError:
+                held.close()
+                continue
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket = held
+            return int(held.getsockname()[1])
+        raise PortError(
+            "no free port among the candidates",
+            where="all addresses of this machine",
+            fix="end the processes that hold them (`ss -ltnp` names them), or give a port: --main-port",
+        )
+
+    def close(self) -> None:
+        """Holds none any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 def free_port(host: str = "127.0.0.1", candidates: Iterable[int] | None = None) -> int:

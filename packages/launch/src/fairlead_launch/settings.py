@@ -40,8 +40,6 @@ class LaunchConfig(ConfigModel):
     master_port: int | None = Field(None, ge=1, le=65535)
     """The port on which the ranks meet; None: on one node the first that is free from 29500 on, else 29500. Of several
     nodes the launchers meet there, and the ranks on one behind it."""
-    spares: NonNegativeInt = 0
-    """Nodes beyond the largest number that wait, and take the place of one that is lost."""
     hosts: str | None = None
     """The nodes, as `n1,n2` or `n[1-4]`: the launcher of each is started over ssh."""
     hostfile: str | None = None
@@ -86,9 +84,8 @@ class LaunchConfig(ConfigModel):
     @model_validator(mode="after")
     def _rank_among_nodes(self) -> Self:
         least, most = self.nodes
-        if least == most and self.node_rank >= most + self.spares:
-            spares = f" and {self.spares} spares" if self.spares else ""
-            raise ValueError(f"node_rank is {self.node_rank}, and there are {most} nodes{spares}, from 0")
+        if least == most and self.node_rank >= most:
+            raise ValueError(f"node_rank is {self.node_rank}, and there are {most} nodes, from 0")
         return self
 
     @property

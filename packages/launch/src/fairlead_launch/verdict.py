@@ -16,6 +16,7 @@ from fairlead_launch.output import Output
 from fairlead_launch.processes import Process
 from fairlead_launch.reports import Announcement, Report
 from fairlead_runs import History, read_history
+from fairlead_runs.describe import shown_path
 from fairlead_runs.exit_codes import ExitCode
 
 SAVED: Final = int(ExitCode.AGAIN)
@@ -91,7 +92,7 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
     others = ", ".join(str(r.rank) for r in ranks if r is not first)
     place, log = f"process {first.process.pid}", output.path(first.rank)
     if log is not None:
-        place += f"; its output is in {_shown(log)}"
+        place += f"; its output is in {shown_path(log, Path.cwd())}"
     raise RunFailedError(
         f"rank {first.rank} of {world} {_how(first)}",
         where=place,
@@ -213,7 +214,3 @@ def _how(rank: Rank) -> str:
         hint = " (out of memory, or killed by hand)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     return "failed" if rank.report is not None else f"ended with exit code {rank.code} and no report"
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fairlead.errors import FairleadError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
 
 ALIVE_S: Final = 1.0
 """Seconds between two signs of life."""
@@ -16,6 +15,8 @@ SILENT_S: Final = 10.0
 """After so many seconds without one a machine is lost: a killed launcher is noticed at once, by its connection."""
 _LONGEST: Final = 1 << 17
 """Bytes of a message; who sends more is no launcher."""
+
+_SAID: Final = ("what", "where", "why", "fix")
 
 Message = dict[str, Any]
 
@@ -66,36 +67,12 @@ class Line:
         self.socket.close()
 
 
-@dataclass
-class Node:
-    """A launcher that has come."""
-
-    line: Line
-    arrival: int
-    heard: float
-    name: str = "a connection that has not said who it is"
-    rank: int = -1
-    lead: bool = False
-    port: int | None = None
-    """Where its rank 0 would listen in the next start, for which it waits; None: it does not."""
-    spare: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def known(self) -> bool:
-        """Whether it has said who it is."""
-        return self.rank >= 0
-
-    def place(self) -> tuple[bool, int, int]:
-        """What nodes are sorted by: node 0 first, then by number, then as they came."""
-        return (not self.lead, self.rank, self.arrival)
-
-
 def packed(error: FairleadError) -> Message:
     """An error as a message."""
-    return {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
+    return {name: getattr(error, name) for name in (*_SAID, "exit_code")}
 
 
-def unpacked(message: Message) -> RunFailedError:
+def unpacked(message: Message) -> FairleadError:
     """The error of a message."""
-    return RunFailedError(message["what"], where=message["where"], why=message["why"], fix=message["fix"])
+    kind = ConfigError if message["exit_code"] == ConfigError.exit_code else RunFailedError
+    return kind(message["what"], **{name: message[name] for name in _SAID[1:]})

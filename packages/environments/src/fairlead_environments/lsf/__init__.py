@@ -11,11 +11,10 @@ from fairlead import Claim, EnvironmentConfigBase, StopReason, Topology, Unused,
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.lsf.hosts import idle_job
-from fairlead_environments.lsf.queue import ask_for
-from fairlead_environments.lsf.reasons import ask_lsf
+from fairlead_environments.lsf.queue import ask_for, ask_lsf
 from fairlead_environments.lsf.topology import find_task, topology
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_runs.scheduler import JobStatus, RunJob
+from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
 
 RECORDED: Final = (
     *("LSB_JOBID", "LSB_JOBINDEX", "LSB_JOBNAME", "LSB_QUEUE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "LSB_DJOB_NUMPROC"),
@@ -39,7 +38,7 @@ class LSFEnvironmentConfig(MainAddressConfig):
     name: Literal["lsf"] = "lsf"
 
 
-class LSF(LaunchedEnvironment):
+class LSF(LaunchedEnvironment, JobQueue):
     """Tasks of an LSF job."""
 
     config = LSFEnvironmentConfig

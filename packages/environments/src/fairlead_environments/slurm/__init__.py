@@ -9,11 +9,10 @@ from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topo
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_environments.slurm.queue import ask_for, cancel_words
-from fairlead_environments.slurm.reasons import ask_slurm, ended
+from fairlead_environments.slurm.queue import ask_for, ask_slurm, cancel_words, ended
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
-from fairlead_runs.scheduler import JobStatus, RunJob
+from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
 
 RECORDED: Final = tuple(
     f"SLURM_{name}"
@@ -42,7 +41,7 @@ class SLURMEnvironmentConfig(MainAddressConfig):
     name: Literal["slurm"] = "slurm"
 
 
-class SLURM(LaunchedEnvironment):
+class SLURM(LaunchedEnvironment, JobQueue):
     """Tasks of a SLURM job step."""
 
     config = SLURMEnvironmentConfig

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fairlead import Unused
+from fairlead.hostlist import expand
 from fairlead.variables import present, text
-from fairlead_environments.slurm.hostlist import expand
 
 _EVIDENCE = ("SLURM_JOB_ID", "SLURM_PROCID")
 _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")

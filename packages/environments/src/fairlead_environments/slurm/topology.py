@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fairlead.errors import ConfigError
+from fairlead.hostlist import expand, tasks_per_node
 from fairlead.interfaces import Setting, Topology
 from fairlead.topology import check_ranks
 from fairlead.variables import malformed, required, text
 from fairlead_environments.shared import MainAddressConfig
-from fairlead_environments.slurm.hostlist import expand, tasks_per_node
 from fairlead_environments.variables import given_address, meeting
 
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")

@@ -35,8 +35,6 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="name or address of the first node")  # fmt: skip
     add("--main-port", "--master-port", "--master_port", dest="master_port", metavar="PORT", type=int,
         help="port of the rendezvous (default 29500; on one node the first free port from there)")  # fmt: skip
-    add("--spares", metavar="K", type=int, default=0,
-        help="spare nodes that replace lost ones (default 0)")  # fmt: skip
     add("--hosts", metavar="HOSTS",
         help="the nodes, as n1,n2 or n[1-4]: start the launcher of each from here, over ssh")  # fmt: skip
     add("--hostfile", metavar="FILE", help="a file with the nodes, one host per line")

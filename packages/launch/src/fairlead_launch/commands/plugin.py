@@ -13,3 +13,10 @@ launch: Final = CommandPlugin(
     runtime="fairlead_launch.commands.launch:run",
     example=("--print-commands", "no-such.py"),
 )
+submit: Final = CommandPlugin(
+    "submit",
+    "submit a job to a scheduler, with a copy of its code; a sweep as an array",
+    arguments="fairlead_launch.submission.command:arguments",
+    runtime="fairlead_launch.submission.command:run",
+    example=("no-such.yaml", "--dry-run"),
+)

@@ -1,14 +1,28 @@
-"""What SLURM and LSF have in common: the settings of a batch job."""
+"""What SLURM and LSF have in common: the settings of a batch job, and what its script is made of."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field
 
 from fairlead.config_bases import ConfigModel, SubmitterConfigBase
-from fairlead_launch.submission.interface import Request
+from fairlead.errors import RunFailedError
+from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter
+from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_runs.programs import Attempt, ask, attempt, find
+
+TIMEOUT_S: Final = 60.0
+"""Seconds that a command of the scheduler may take: a busy controller lets it wait."""
+REFUSED: Final = (
+    "change what it names in the job's `submit` (account, partition or queue, time, options) or `resources`; "
+    "`fairlead submit --dry-run` shows the script"
+)
+"""What to do where a scheduler refuses a job, in its own words."""
 
 _ARRAY: Final = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
 
@@ -79,3 +93,89 @@ class BatchSubmitterConfig(SubmitterConfigBase):
     warn: int | None = Field(default=None, ge=10, le=65535)
     """Seconds before the time limit at which the ranks are warned: a step and a save have to fit into them. Default
     null: three times the longest save in the run's history and a minute, but not less than 120."""
+
+
+class BatchSubmitter(Submitter):
+    """Hands a script to a batch scheduler by one command, and ends a job by another."""
+
+    config: BatchSubmitterConfig
+    submits: ClassVar[str]
+    """The command that takes a script."""
+    asks: ClassVar[str]
+    """How a person asks which jobs there are."""
+    cancels: ClassVar[str]
+    """The command that ends a job."""
+
+    def hand_over(self, script: Path, *options: str, shell: Sequence[str] = ()) -> Attempt:
+        """Runs the command that submits, with its options and the script; `shell` are the words in front of it."""
+        program = find(self.submits, self.environ)
+        if program is None:
+            raise RunFailedError(
+                f"the job is not submitted: {self.submits} is not on the PATH", fix="submit from a login node"
+            )
+        done = attempt([*shell, program, *options, str(script)], TIMEOUT_S, self.environ)
+        if done.code is None:
+            raise NotAnsweredError(
+                f"{self.submits} did not answer within {TIMEOUT_S:.0f} s: the job may be queued or not",
+                where=str(script),
+                fix=f"ask with {self.asks} whether the job is there before you submit it again",
+            )
+        if done.code != 0:
+            raise self.refused(script, done)
+        return done
+
+    def refused(self, script: Path, done: Attempt) -> RunFailedError:
+        """The scheduler did not take the job."""
+        what = f"the job is not submitted: {self.submits} refused it"
+        return RunFailedError(what, where=str(script), why=done.said, fix=REFUSED)
+
+    def cancel(self, job: str) -> None:
+        """Ends the job: the ranks save, and nothing starts them again."""
+        _, problem = self.ask(self.cancels, *job.split(","))
+        if problem:
+            raise RunFailedError(f"job {job} is not cancelled", why=problem)
+
+    def ask(self, *words: str, **variables: str) -> tuple[str, str]:
+        """What a command of the scheduler prints, with these further variables, and why it does not."""
+        return ask(words, time.monotonic() + TIMEOUT_S, {**self.environ, **variables})
+
+    def array(self, request: Request) -> str | None:
+        """The indices of an array, with how many of them may run at once; None: there is none."""
+        if not request.indices:
+            return None
+        indices = self.config.array if not request.sweep else f"{request.indices[0]}-{request.indices[-1]}"
+        return f"{indices}%{request.max_parallel}" if request.max_parallel else indices
+
+    def inside(self, request: Request) -> list[str]:
+        """What stands in front of the command of a rank, for its container."""
+        return self.config.container.words(request) if self.config.container is not None else []
+
+    def job_file(self, request: Request) -> Raw:
+        """The job file as a word of the shell; of a sweep that of the member `$INDEX`."""
+        if not request.sweep:
+            return words([request.job_files[0]])
+        return Raw(f'{words([request.folder / "members"])}/"$INDEX".yaml')
+
+    def script(self, template: str, request: Request, own: Mapping[str, object], **values: object) -> str:
+        """Fills a template of this package, or the job's own.
+
+        Args:
+            template: Its name.
+            request: What is asked for.
+            own: The options of the scheduler, by their names; None and False leave one out. Those of `submit.extra`
+                come in their place.
+            values: What this template may use besides.
+        """
+        dashes = "-" if any(name.startswith("-") for name in own) else ""
+        extra = {f"{dashes}{name.lstrip('-')}".replace("_", "-"): value for name, value in self.config.extra.items()}
+        asked = {name: value for name, value in {**own, **extra}.items() if value is not None and value is not False}
+        common = {
+            "request": request,
+            "submit": self.config,
+            "modules": list(self.config.modules),
+            "variables": dict(request.variables),
+            "setup": list(self.config.setup),
+            "sweep": request.sweep,
+            "options": [option(name, value) for name, value in asked.items()],
+        }
+        return render_template(template, {**common, **values}, own=self.config.template, cwd=request.cwd)

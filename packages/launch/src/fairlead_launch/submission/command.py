@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +12,9 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import Finding, errors_in
 from fairlead_launch.submission.local import run_here
-from fairlead_launch.submission.plan import Plan
+from fairlead_launch.submission.plan import Plan, make_plan
 from fairlead_launch.submission.records import Record
-from fairlead_launch.submission.submission import make_plan
+from fairlead_runs.describe import shown_path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +97,7 @@ def _shown(made: Plan, arguments: argparse.Namespace, session: Session) -> int:
         if len(made.files) > 1:
             session.print(f"{'' if number == 0 else chr(10)}# {name}")
         session.print(text.removesuffix("\n"))
-    session.warn(f"nothing was written; the files would be in {_short(made.request.folder, session.cwd)}")
+    session.warn(f"nothing was written; the files would be in {shown_path(made.request.folder, session.cwd)}")
     return 0
 
 
@@ -116,22 +115,17 @@ def _document(made: Plan, records: Sequence[Record]) -> dict[str, object]:
 
 def _told(made: Plan, records: Sequence[Record], cwd: Path) -> list[str]:
     first, request = records[0], made.request
-    runs = _short(request.runs[0], cwd)
+    runs = shown_path(request.runs[0], cwd)
     if len(records) > 1:
-        runs = f"{len(records)} runs, {runs} to {_short(request.runs[-1], cwd)}"
+        runs = f"{len(records)} runs, {runs} to {shown_path(request.runs[-1], cwd)}"
     image = getattr(made.config, "image", None)
     code = f"that of {image}" if image is not None else "whatever is in the folder when it starts"
     code = made.sources.told() if made.sources is not None else code
     lines = [f"submitted to {first.to}: job {first.job}", f"  run:     {runs}", f"  code:    {code}"]
     if first.output is not None:
-        lines.append(f"  output:  {_short(Path(first.output), cwd)}")
-    lines.append(f"  files:   {_short(request.folder, cwd)}")
+        lines.append(f"  output:  {shown_path(Path(first.output), cwd)}")
+    lines.append(f"  files:   {shown_path(request.folder, cwd)}")
     if request.excluded:
         lines.append(f"  without: {', '.join(request.excluded)}, found to be bad by fairlead doctor within a week")
-    watch = f"fairlead runs {_short(made.home, cwd)}" if request.indices else f"fairlead status {runs}"
+    watch = f"fairlead runs {shown_path(made.home, cwd)}" if request.indices else f"fairlead status {runs}"
     return [*lines, f"  watch:   {watch}"]
-
-
-def _short(path: Path, cwd: Path) -> str:
-    relative = os.path.relpath(path, cwd)
-    return str(path) if relative.startswith("..") else relative

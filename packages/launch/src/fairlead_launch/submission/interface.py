@@ -12,12 +12,6 @@ from fairlead.config_bases import SubmitterConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
 
-REFUSED: Final = (
-    "change what it names in the job's `submit` (account, partition or queue, time, options) or `resources`; "
-    "`fairlead submit --dry-run` shows the script"
-)
-"""What to do where a scheduler refuses a job, in its own words."""
-
 
 class NotAnsweredError(RunFailedError):
     """The scheduler did not answer in time: nobody knows whether the job is queued, so its files stay."""
@@ -176,6 +170,6 @@ class Submitter(ABC):
         """The file that the scheduler writes the job's output to, `*` for what differs between members; None: none."""
         return None
 
-    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
+    def logs_command(self, job: str) -> Sequence[str]:
         """The command that prints a job's output where there is no such file; empty: there is none."""
         return ()

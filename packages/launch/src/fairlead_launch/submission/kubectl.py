@@ -13,7 +13,6 @@ from fairlead.errors import FairleadError
 from fairlead_launch.submission.interface import JobState, NotAnsweredError, Request, Submitter, of_all
 from fairlead_launch.submission.manifests import Member, members, object_name, selector, text_of
 from fairlead_launch.submission.pods import PodSubmitterConfig
-from fairlead_runs.exit_codes import ExitCode
 from fairlead_runs.programs import Attempt, attempt, find
 
 FILE: Final = "manifests.yaml"
@@ -29,11 +28,6 @@ class KubectlSubmitter(Submitter):
     kinds: ClassVar[tuple[str, ...]]
     """The kinds of objects that are made for a job, that of the job itself first."""
 
-    @property
-    def exit_code(self) -> int:
-        """What a job that does not say it otherwise ends with to be started again."""
-        return ExitCode.AGAIN
-
     @abstractmethod
     def objects(self, request: Request, member: Member) -> list[dict[str, Any]]:
         """What is made for one run, in this order."""
@@ -44,7 +38,7 @@ class KubectlSubmitter(Submitter):
 
     def render(self, request: Request) -> Mapping[str, str]:
         """One file with all objects."""
-        runs = members(self.config, request, self.exit_code)
+        runs = members(self.config, request)
         return {FILE: text_of(one for member in runs for one in self.objects(request, member))}
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
@@ -90,10 +84,9 @@ class KubectlSubmitter(Submitter):
         """The name of one member's objects."""
         return f"{job}-{index}"
 
-    def logs_command(self, job: str, *, follow: bool = False) -> Sequence[str]:
+    def logs_command(self, job: str) -> Sequence[str]:
         """`kubectl logs` of all pods of a job: the last thousand lines of each, each line with its pod."""
-        options = ("--prefix", "--tail=1000", "--max-log-requests=64", *(("--follow",) if follow else ()))
-        return (*self._words(), "logs", "-l", selector(job), *options)
+        return (*self._words(), "logs", "-l", selector(job), "--prefix", "--tail=1000", "--max-log-requests=64")
 
     def _words(self) -> list[str]:
         chosen = {"--context": self.config.context, "--namespace": self.config.namespace}
@@ -132,18 +125,12 @@ def _said(done: Attempt) -> str:
     return "\n".join(list(lines)[-10:]) or done.said
 
 
-def said_by(status: Mapping[str, Any], details: Mapping[str, str], done: str = "Complete") -> JobState | None:
-    """What an object's conditions say: it is `done`, has failed, or waits; None: it is under way."""
-    said = conditions(status)
-    if done in said:
+def said_by(status: Mapping[str, Any], details: Mapping[str, str]) -> JobState | None:
+    """What an object's conditions say: it is complete, has failed, or is suspended; None: it is under way."""
+    holding = (one for one in status.get("conditions", []) if one.get("status") == "True")
+    said = {one["type"]: ": ".join(filter(None, (one.get("reason"), one.get("message")))) for one in holding}
+    if "Complete" in said:
         return JobState("finished", details=details)
     if "Failed" in said:
         return JobState("failed", said["Failed"], details)
-    waits = next((one for one in ("Suspended", "Restarting") if one in said), None)
-    return None if waits is None else JobState("queued", said[waits], details)
-
-
-def conditions(status: Mapping[str, Any]) -> dict[str, str]:
-    """The conditions of an object that hold, with their reasons."""
-    holding = (one for one in status.get("conditions", []) if one.get("status") == "True")
-    return {one["type"]: ": ".join(filter(None, (one.get("reason"), one.get("message")))) for one in holding}
+    return JobState("queued", said["Suspended"], details) if "Suspended" in said else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import datetime
 import os
@@ -21,18 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead import yaml
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
-from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead.errors import ConfigError
 from fairlead.findings import Finding, errors_in
-from fairlead.interpolation import escape
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_launch.forkserver import SERVER_FD
-from fairlead_launch.submission.plan import home_of, no_secret
-from fairlead_launch.submission.records import Record, next_number
-from fairlead_launch.submission.submission import load
+from fairlead_launch.submission.plan import home_of, job_of, load, text_of_job
+from fairlead_launch.submission.records import Record, next_number, writing
+from fairlead_launch.submission.requests import frozen
 from fairlead_launch.submission.sweep import members
 from fairlead_launch.supervise import noted_signals
 from fairlead_runs.describe import counted, shown_path
@@ -160,13 +157,12 @@ def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Fi
     folder = home / SUBMISSIONS / str(next_number(home))
     trials = []
     for index, (loaded, name, one, settings) in enumerate(zip(loads, names, checked, grid, strict=True)):
-        data = _frozen(loaded, name, cwd)
-        no_secret(data)
+        data = frozen(loaded, [str(one) for one in loaded.root.folders], cwd, name)
         trials.append(
             Trial(
                 Path(data["run"]["dir"], name),
                 settings,
-                yaml.dump(escape(data)),
+                text_of_job(data),
                 any(finding.code == "run-finished" for finding in one.findings),
                 folder / "members" / f"{index}.yaml",
                 folder / "logs" / f"{index}.log",
@@ -180,7 +176,7 @@ def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Fi
 
 def _names(loads: Sequence[LoadedJob], cwd: Path) -> tuple[Path, list[str]]:
     """The folder that the trials share, and the name of each: its own, where the template tells them apart."""
-    jobs = [loaded.job for loaded in loads if loaded.job is not None]
+    jobs = [job_of(loaded) for loaded in loads]
     home = home_of(jobs[0], cwd)
     names = [render_name(str(job.run.name), job.model_dump(mode="json")) for job in jobs]
     if len(set(names)) < len(names) or home.name in names:
@@ -189,8 +185,8 @@ def _names(loads: Sequence[LoadedJob], cwd: Path) -> tuple[Path, list[str]]:
 
 
 def _checked(loaded: LoadedJob, name: str, session: Session) -> CheckedJob:
-    assert loaded.job is not None
-    job = loaded.job.model_copy(update={"run": loaded.job.run.model_copy(update={"name": name})})
+    job = job_of(loaded)
+    job = job.model_copy(update={"run": job.run.model_copy(update={"name": name})})
     seen = dataclasses.replace(loaded, job=job)
     checked = check_job(
         seen, environ=session.environ, plugins=session.plugins, purpose="run", cwd=session.cwd.absolute()
@@ -203,16 +199,6 @@ def _checked(loaded: LoadedJob, name: str, session: Session) -> CheckedJob:
             fix="start it as a single process, without a launcher",
         )
     return checked
-
-
-def _frozen(loaded: LoadedJob, name: str, cwd: Path) -> dict[str, Any]:
-    """The job of a trial as it is now: a later change of a job file changes none that waits."""
-    assert loaded.job is not None
-    data: dict[str, Any] = copy.deepcopy(loaded.data)
-    folder = str((cwd / loaded.job.run.dir).absolute())
-    code = [str(one) for one in loaded.root.folders]
-    data["run"] = {**(data.get("run") or {}), "name": name, "dir": folder, "code": code}
-    return data
 
 
 def _slots(resolution: Resolution, asked: int | None, left: int, environ: Mapping[str, str]) -> list[Mapping[str, str]]:
@@ -255,15 +241,12 @@ def _write(sweep: Sweep, session: Session) -> None:
         submit={},
         cwd=str(session.cwd.absolute()),
     )
-    try:
+    with writing(sweep.folder):
         for trial in sweep.trials:
             trial.file.parent.mkdir(parents=True, exist_ok=True)
             trial.log.parent.mkdir(parents=True, exist_ok=True)
             trial.file.write_text(trial.text, encoding="utf-8")
         record.write(sweep.folder)
-    except OSError as error:
-        where = str(error.filename or sweep.folder)
-        raise RunDirectoryError("the sweep cannot be written", where=where, why=error.strerror) from error
 
 
 class _Running:

@@ -22,8 +22,6 @@ _JOB: Final = "/etc/fairlead"
 FINAL_CODE: Final = 3
 """The exit code of a stop after which no other start is wanted. Not 143: a pod that is ended before it hears signals
 ends with that, too."""
-RETRIED_FROM: Final = 128
-"""The lowest exit code that `restartPolicy: ExitCode` of Kubeflow's training operator starts again."""
 _LONGEST: Final = 40
 """Letters of a name: Kubernetes and Kubeflow add to it, up to 63 in all."""
 
@@ -72,8 +70,8 @@ def object_name(request: Request) -> str:
     return f"{name}-{number}"
 
 
-def members(config: PodSubmitterConfig, request: Request, code: int) -> list[Member]:
-    """The runs of a submission; `code` is what their requeuer ends with where the job does not say."""
+def members(config: PodSubmitterConfig, request: Request) -> list[Member]:
+    """The runs of a submission."""
     if request.max_parallel is not None:
         raise ConfigError(
             "Kubernetes has no limit for the members of a sweep that run at once",
@@ -86,7 +84,7 @@ def members(config: PodSubmitterConfig, request: Request, code: int) -> list[Mem
     common[selector(name)] = ""
     for index, text, run in zip(request.indices or [0], request.job_texts, request.runs, strict=True):
         own = f"{name}-{index}" if request.sweep else name
-        job = _job_in_pods(config, request, text, run, code)
+        job = _job_in_pods(config, request, text, run)
         found.append(Member(own, job, {**common, selector(own): ""}, config.queue))
     return found
 
@@ -173,11 +171,11 @@ def pod_template(
 
 
 def time_limit(config: PodSubmitterConfig) -> dict[str, int]:
-    """The field for the time limit of all starts together, which the three kinds of jobs call alike."""
+    """The field for the time limit of all starts together, which both kinds of jobs call alike."""
     return {} if config.time is None else {"activeDeadlineSeconds": int(config.time.total_seconds())}
 
 
-def _job_in_pods(config: PodSubmitterConfig, request: Request, text: str, run: Path, code: int) -> dict[str, Any]:
+def _job_in_pods(config: PodSubmitterConfig, request: Request, text: str, run: Path) -> dict[str, Any]:
     """The job with the places that the pods know, the pod's devices, and exit codes that the manifest reads alike."""
     job = cast("dict[str, Any]", yaml.load(text, source=str(request.folder / "job.yaml")).data)
     job.pop("submit", None)  # the image need not know the submitter
@@ -203,10 +201,8 @@ def _job_in_pods(config: PodSubmitterConfig, request: Request, text: str, run: P
     requeue = trainer.get("requeue") or "auto"
     asked: dict[str, Any] = {"name": requeue} if isinstance(requeue, str) else dict(requeue)
     if asked["name"] in ("auto", "exit_code"):
-        again = asked.get("code")
-        if again is None or again < RETRIED_FROM <= code:  # Kubeflow's operator would take it for the end
-            again = code
-        asked |= {"name": "exit_code", "code": again, "final_code": asked.get("final_code") or FINAL_CODE}
+        said = {name: value for name, value in asked.items() if value is not None}
+        asked = {"code": int(ExitCode.AGAIN), "final_code": FINAL_CODE, **said, "name": "exit_code"}
     trainer["requeue"] = asked
     return job
 

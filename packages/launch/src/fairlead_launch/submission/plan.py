@@ -13,18 +13,28 @@ from fairlead import yaml
 from fairlead.checks import CheckedJob, check_job
 from fairlead.config import JobConfig
 from fairlead.config_bases import SubmitterConfigBase
-from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead.errors import ConfigError
 from fairlead.findings import Finding, errors_in
 from fairlead.interpolation import escape
-from fairlead.jobs import LoadedJob, load_job
+from fairlead.jobs import LoadedJob, load_config, load_job
+from fairlead.overrides import parse_override
 from fairlead.own_checks import check_user_code
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead_launch.submission.batch import BatchSubmitterConfig
 from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter
-from fairlead_launch.submission.records import Record, build_submitter, next_number, read_submission
-from fairlead_launch.submission.requests import array_indices, command, frozen, hardware, variables, warning_lead
+from fairlead_launch.submission.records import Record, build_submitter, next_number, read_submission, writing
+from fairlead_launch.submission.requests import (
+    array_indices,
+    command,
+    frozen,
+    hardware,
+    variables,
+    warning_lead,
+    with_requeuer,
+)
 from fairlead_launch.submission.snapshot import Sources, find_sources, moved, take_snapshot
+from fairlead_launch.submission.sweep import members
 from fairlead_runs.exclusion import excluded_nodes
 from fairlead_runs.fingerprints import leaves
 from fairlead_runs.history import read_history
@@ -70,12 +80,8 @@ class Plan:
         """
         request = self.request
         self._not_twice()
-        try:
+        with writing(request.folder):
             request.folder.mkdir(parents=True)
-        except OSError as error:
-            raise RunDirectoryError(
-                "the submission cannot be written", where=str(request.folder), why=error.strerror
-            ) from error
         try:
             scripts = self._write()
             job = self.submitter.submit(request, scripts)
@@ -100,26 +106,21 @@ class Plan:
             )
 
     def _write(self) -> list[Path]:
-        request, scripts = self.request, []
-        try:
+        request = self.request
+        scripts = {request.folder / name: text for name, text in self.files.items()}
+        with writing(request.folder):
             if self.sources is not None:
                 take_snapshot(self.sources, request.folder)
             for file, text in zip(request.job_files, request.job_texts, strict=True):
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(text, encoding="utf-8")
-            for name, text in self.files.items():
-                script = request.folder / name
+            for script, text in scripts.items():
                 script.write_text(text, encoding="utf-8")
                 script.chmod(0o755)
-                scripts.append(script)
             request.logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(
-                "the submission cannot be written", where=str(error.filename or request.folder), why=error.strerror
-            ) from error
         for file in request.job_files:
             self._look_again(file)
-        return scripts
+        return list(scripts)
 
     def _look_again(self, file: Path) -> None:
         """The job as it will run: read from its file, with the classes that are in the copy of the code."""
@@ -163,52 +164,47 @@ class Plan:
         return records
 
 
-def plan(
-    loads: Sequence[LoadedJob],
-    sweep: Sequence[tuple[str, ...]],
+def make_plan(
+    job: Sequence[str] | JobConfig,
     *,
+    to: str | None,
+    overrides: Sequence[str],
+    sweep: Sequence[str],
     max_parallel: int | None,
     environ: Mapping[str, str],
     plugins: PluginManager,
     cwd: Path,
 ) -> Plan | list[Finding]:
-    """Decides all of a submission; the findings, where one of them is an error.
+    """Loads the job, once for each member of a sweep, and decides all of its submission; else what is wrong with it.
 
     Args:
-        loads: The job of each member of a sweep; one of anything else.
-        sweep: The overrides of each member; empty: it is no sweep.
+        job: Its files, or an object that has a name.
+        to: The scheduler; None: what the job says.
+        overrides: As `--set`.
+        sweep: As `--sweep`; empty: it is no sweep.
         max_parallel: The most members that may run at once.
         environ: The environment variables of this process.
         plugins: Finds the scheduler's plugin.
         cwd: Where the ranks will work.
     """
+    common = [*overrides, *([f"submit.to={to}"] if to is not None else [])]
+    grid = members(sweep) if sweep else []
+    loads = [load(job, [*common, *one], plugins, cwd, environ) for one in grid or [()]]
     invalid = [finding for loaded in loads for finding in loaded.findings if loaded.job is None]
     if invalid:
         return list(dict.fromkeys(invalid))
-    first = loads[0].job
-    assert first is not None
+    first = job_of(loads[0])
     config = _config(first.submit, plugins)
     submitter = build_submitter(_dumped(config), environ, plugins)
-    array = getattr(config, "array", None)
-    if max_parallel is not None and not (array or sweep):
-        raise ConfigError(
-            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
-        )
-    if array and sweep:
-        raise ConfigError(
-            "a sweep is an array already, and the job asks for another", where="submit.array", fix="leave one out"
-        )
-    tasks = range(submitter.first_index, submitter.first_index + len(sweep))
-    indices = array_indices(array) if array else list(tasks)
+    indices = _indices(config, submitter, len(grid), max_parallel)
     resources = hardware(first)
     runs, checked = [], []
     for place, index in enumerate(indices or [None]):
-        loaded = loads[place if sweep else 0]
-        run, job = _run(loaded, index, cwd)
+        loaded = loads[place if grid else 0]
+        run, named = _run(loaded, index, cwd)
         runs.append(run)
-        if place == 0 or sweep:
-            job = job.model_copy(update={"resources": resources})
-            seen = dataclasses.replace(loaded, job=job)
+        if place == 0 or grid:
+            seen = dataclasses.replace(loaded, job=named.model_copy(update={"resources": resources}))
             checked.append(
                 check_job(seen, environ=environ, plugins=plugins, profile="resources", purpose="check", cwd=cwd)
             )
@@ -228,11 +224,9 @@ def plan(
     warn_s = warning_lead(config, runs)
     known = plugins.names("requeue")
     code = moved(loads[0].root, sources, folder)
-    names = [folder / "members" / f"{index}.yaml" for index in indices] if sweep else [folder / "job.yaml"]
+    names = [folder / "members" / f"{index}.yaml" for index in indices] if grid else [folder / "job.yaml"]
     given = variables(config)
-    jobs = [frozen(loaded, code, cwd, warn_s, known) for loaded in loads]
-    for data in jobs:
-        no_secret(data)
+    jobs = [with_requeuer(frozen(loaded, code, cwd), job_of(loaded), warn_s, known) for loaded in loads]
     pointer = {VARIABLE: str(folder / "code.json")} if sources is not None else {}
     request = Request(
         name=home.name,
@@ -240,8 +234,8 @@ def plan(
         job_files=names,
         runs=runs,
         indices=indices,
-        sweep=bool(sweep),
-        job_texts=[yaml.dump(escape(data)) for data in jobs],
+        sweep=bool(grid),
+        job_texts=[text_of_job(data) for data in jobs],
         max_parallel=max_parallel or getattr(config, "max_parallel", None),
         cwd=cwd,
         nodes=resources.nodes,
@@ -259,7 +253,45 @@ def plan(
     )
     _has_torch(config, plugins)
     files = submitter.render(request)
-    return Plan(submitter, config, home, request, sweep, sources, files, findings, environ, plugins)
+    return Plan(submitter, config, home, request, grid, sources, files, findings, environ, plugins)
+
+
+def load(
+    job: Sequence[str] | JobConfig,
+    overrides: Sequence[str],
+    plugins: PluginManager,
+    cwd: Path,
+    environ: Mapping[str, str],
+) -> LoadedJob:
+    """A job in files, or an object that has a name."""
+    if not isinstance(job, JobConfig):
+        return load_job(job, plugins=plugins, cwd=cwd, environ=environ, overrides=overrides)
+    if job.run.name is None:
+        raise ConfigError("a job that is no file needs a name", where="run.name", fix="RunConfig(name=...)")
+    parsed = [parse_override(text) for text in overrides]
+    return load_config(job, "the job", plugins, cwd, environ, parsed, default_name=job.run.name)
+
+
+def job_of(loaded: LoadedJob) -> JobConfig:
+    """The job of one that is valid."""
+    assert loaded.job is not None
+    return loaded.job
+
+
+def _indices(
+    config: SubmitterConfigBase, submitter: Submitter, members: int, max_parallel: int | None
+) -> Sequence[int]:
+    """The indices of the array that the job asks for, or of its members; empty: there is none."""
+    array = getattr(config, "array", None)
+    if max_parallel is not None and not (array or members):
+        raise ConfigError(
+            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
+        )
+    if array and members:
+        raise ConfigError(
+            "a sweep is an array already, and the job asks for another", where="submit.array", fix="leave one out"
+        )
+    return array_indices(array) if array else range(submitter.first_index, submitter.first_index + members)
 
 
 def _config(submit: SubmitterConfigBase | None, plugins: PluginManager) -> SubmitterConfigBase:
@@ -281,8 +313,7 @@ def _dumped(config: SubmitterConfigBase) -> dict[str, object]:
 
 def _run(loaded: LoadedJob, index: int | None, cwd: Path) -> tuple[Path, JobConfig]:
     """The run directory, and the job under that name: an array's task is a run of its own."""
-    job = loaded.job
-    assert job is not None
+    job = job_of(loaded)
     name = render_name(str(job.run.name), job.model_dump(mode="json"))
     if index is not None:
         name = f"{name}-task-{index}"
@@ -301,18 +332,19 @@ def _resolved(checked: CheckedJob) -> Resolution:
     return checked.resolution
 
 
-def no_secret(data: Mapping[str, object]) -> None:
-    """Raises where a job that is to be written to a file holds a secret."""
+def text_of_job(data: Mapping[str, object]) -> str:
+    """A job file that means what it says; ConfigError where the job holds a secret."""
     # `submit` has the names of a cluster's secrets and keys; `variables` looks at what is said in its `env`.
-    data = {name: section for name, section in data.items() if name != "submit"}
-    shown = dict(leaves(redact(data)))
-    secret = next((path for path, value in leaves(data) if shown.get(path, value) != value), None)
+    looked_at = {name: section for name, section in data.items() if name != "submit"}
+    shown = dict(leaves(redact(looked_at)))
+    secret = next((path for path, value in leaves(looked_at) if shown.get(path, value) != value), None)
     if secret is not None:
         raise ConfigError(
             "the job holds a secret, which would be written to a file for the job",
             where=secret,
             fix="read it from an environment variable: what the shell exports when it submits is handed on",
         )
+    return yaml.dump(escape(data))
 
 
 def _has_torch(config: SubmitterConfigBase, plugins: PluginManager) -> None:

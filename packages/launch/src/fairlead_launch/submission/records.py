@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -64,6 +65,16 @@ class Record:
     def submitter(self, environ: Mapping[str, str], plugins: PluginManager | None = None) -> Submitter:
         """What asks the scheduler for the job, and ends it."""
         return build_submitter(self.submit, environ, plugins or default_plugins())
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What cannot be written to the folder of a submission is a `RunDirectoryError`."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or folder)
+        raise RunDirectoryError("the submission cannot be written", where=where, why=error.strerror) from error
 
 
 def read_submission(run: Path) -> Record | None:

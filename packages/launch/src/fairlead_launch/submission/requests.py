@@ -111,7 +111,7 @@ def variables(config: SubmitterConfigBase) -> dict[str, str]:
                 fix=f"export {name} in the shell that submits, or read it from a file in `submit.setup`; "
                 "on Kubernetes name a Secret that has it in `submit.secrets`",
             )
-    network = NETWORKS[config.network].variables if config.network is not None else {}
+    network = NETWORKS[config.network] if config.network is not None else {}
     own = {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in config.env.items()}
     return {**network, **own}
 
@@ -131,26 +131,37 @@ def array_indices(text: str) -> list[int]:
     return sorted(set(found))
 
 
-def frozen(loaded: LoadedJob, code: Sequence[str], cwd: Path, warn_s: int, known: Sequence[str]) -> dict[str, Any]:
-    """The job with all that is decided now: it runs the same from wherever it is started.
+def frozen(loaded: LoadedJob, code: Sequence[str], cwd: Path, name: str | None = None) -> dict[str, Any]:
+    """The job with all that is decided now: it runs the same from wherever, and whenever, it is started.
 
     Args:
         loaded: The job, with its overrides.
         code: The folders of user code.
         cwd: What `run.dir` is relative to.
+        name: The name of its run; None: as the job says, which may be a template.
+    """
+    assert loaded.job is not None
+    run = loaded.job.run
+    data: dict[str, Any] = copy.deepcopy(loaded.data)
+    here = {"name": name or run.name, "dir": str((cwd / run.dir).absolute()), "code": list(code)}
+    data["run"] = {**(data.get("run") or {}), **here}
+    return data
+
+
+def with_requeuer(data: dict[str, Any], job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any]:
+    """The data of a job with what of its requeuer follows from how it is submitted.
+
+    Args:
+        data: What `frozen` gives.
+        job: The job.
         warn_s: The lead of the warning.
         known: The tags of the requeuers that are installed.
     """
-    assert loaded.job is not None
-    job: JobConfig = loaded.job
-    data: dict[str, Any] = copy.deepcopy(loaded.data)
-    folder = str((cwd / job.run.dir).absolute())
-    data["run"] = {**(data.get("run") or {}), "name": job.run.name, "dir": folder, "code": list(code)}
-    trainer = dict(data.get("trainer") or {})
     requeue = _requeue(job, warn_s, known)
-    if requeue is not None and ("requeue" in trainer or job.trainer.requeue == "auto"):
-        data["trainer"] = {**trainer, "requeue": requeue}
-    return data
+    trainer = dict(data.get("trainer") or {})
+    if requeue is None or not ("requeue" in trainer or job.trainer.requeue == "auto"):
+        return data
+    return {**data, "trainer": {**trainer, "requeue": requeue}}
 
 
 def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any] | None:

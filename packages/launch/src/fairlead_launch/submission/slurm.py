@@ -1,13 +1,20 @@
-"""The submitter `slurm`: `sbatch`."""
+"""The submitter `slurm`: `sbatch`; tried with 22.05."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from fairlead.errors import ConfigError, RunFailedError
 from fairlead.plugin_classes import SubmitterPlugin
-from fairlead_launch.submission.batch import BatchSubmitterConfig
+from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig
+from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
+from fairlead_launch.submission.templates import Raw, words
+from fairlead_runs.chain import chain_begin, chain_end, chain_name, chain_options
 
 
 class SLURMSubmitterConfig(BatchSubmitterConfig):
@@ -46,7 +53,186 @@ class SLURM(SubmitterPlugin):
     """Hands jobs to SLURM."""
 
     config = SLURMSubmitterConfig
-    runtime = "fairlead_launch.submission.slurm_runtime:build"
+    runtime = "fairlead_launch.submission.slurm:build"
 
 
+_PHASES: Final[Mapping[str, Phase]] = {
+    "PENDING": "queued",
+    "CONFIGURING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "REQUEUE_FED": "queued",
+    "RESV_DEL_HOLD": "queued",
+    "SPECIAL_EXIT": "queued",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "STAGE_OUT": "running",
+    "SUSPENDED": "running",
+    "STOPPED": "running",
+    "SIGNALING": "running",
+    "RESIZING": "running",
+    "COMPLETED": "finished",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+    "BOOT_FAIL": "failed",
+    "DEADLINE": "failed",
+    "FAILED": "failed",
+    "NODE_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "PREEMPTED": "failed",
+    "TIMEOUT": "failed",
+}
+_SQUEUE: Final = ("State", "Reason", "StartTime", "TimeLeft", "RestartCnt", "NodeList")
+_SACCT: Final = ("State", "ExitCode", "Start", "End", "NodeList")
+
+
+class SLURMSubmitter(BatchSubmitter):
+    """`sbatch --parsable`; asked by `squeue`, then `sacct`, then `scontrol`; ended by `scancel`."""
+
+    config: SLURMSubmitterConfig
+    submits, asks, cancels = "sbatch", "squeue --me", "scancel"
+
+    def render(self, request: Request) -> Mapping[str, str]:
+        """The batch script."""
+        config, cpus = self.config, self._cpus_per_task(request)
+        requeue = config.requeue if config.chain is None else False
+        if config.chain is not None and request.indices:
+            raise ConfigError("a chain has one run, and a sweep has several", where="submit.chain", fix="leave one out")
+        own: dict[str, object] = {
+            "job-name": request.name,
+            "nodes": request.nodes,
+            "ntasks-per-node": self._tasks_per_node(request),
+            "cpus-per-task": cpus,
+            **self._devices(request),
+            "mem": f"{math.ceil(request.host_memory_gib * 1024)}M" if request.host_memory_gib else None,
+            "time": _minutes(config.time.total_seconds()) if config.time else None,
+            "partition": config.partition,
+            "account": config.account,
+            "qos": config.qos,
+            "constraint": config.constraint,
+            "exclude": ",".join([*([config.exclude] if config.exclude else []), *request.excluded]) or None,
+            "exclusive": config.exclusive or None,
+            "dependency": config.dependency,
+            "array": self.array(request),
+            "chdir": request.cwd,
+            "output": str(self._output(request)),
+            "open-mode": "append",
+            "signal": f"USR1@{request.warn_s}",
+            **({"requeue": config.requeue} if requeue else {"no-requeue": True}),
+            **(chain_options(chain_name(request.runs[0])) if config.chain else {}),
+            **({"mail-user": config.mail, "mail-type": "BEGIN,END,FAIL,REQUEUE"} if config.mail else {}),
+        }
+        screen = self._screen(request) if config.screen else None
+        script = self.script(
+            "slurm.sh.j2",
+            request,
+            own,
+            command=self._command(request),
+            screen=screen,
+            cpus_per_task=cpus,
+            requeue=requeue,
+            chain_begin=Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
+            chain_end=Raw(chain_end("$CODE")),
+        )
+        if screen is not None and screen not in script:
+            raise ConfigError(
+                "the template does not have the nodes looked at",
+                where=f"submit.template: {config.template}",
+                why="submit.screen is true, and the template has no {{ screen }}",
+                fix="run it before the ranks: `srun {{ screen }} || exit`; or set submit.screen to false",
+            )
+        return {"job.sh": script}
+
+    def submit(self, request: Request, files: Sequence[Path]) -> str:
+        """Runs sbatch; returns the number of the job, of a chain those of all its jobs: `7,8,9`."""
+        numbers: list[str] = []
+        while len(numbers) < (self.config.chain or 1):
+            try:
+                done = self.hand_over(files[0], "--parsable")
+            except RunFailedError:
+                if numbers:
+                    self.ask("scancel", *numbers)  # a part of a chain is none
+                raise
+            # It prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
+            numbers.append(done.output.strip().splitlines()[-1].partition(";")[0])
+        return ",".join(numbers)
+
+    def state(self, job: str) -> JobState:
+        """As squeue says it, which knows a job for some minutes after its end; else as sacct does."""
+        squeue = ["squeue", "--noheader", "--array", "--states=all", "--Format", ",".join(f"{n}:|" for n in _SQUEUE)]
+        sacct = ["sacct", "--parsable2", "--noheader", "--allocations", f"--format={','.join(_SACCT)}"]
+        for asked, names in ((squeue, _SQUEUE), (sacct, _SACCT)):
+            said, problem = self.ask(*asked, "--jobs", job, SLURM_TIME_FORMAT="standard")
+            rows = [dict(zip(names, line.split("|"), strict=False)) for line in said.splitlines() if "|" in line]
+            if rows:
+                break
+        return of_all(map(_state, rows), problem or "SLURM has forgotten the job")
+
+    def output(self, request: Request, job: str) -> Path | None:
+        """Where `--output` puts it."""
+        path = str(self._output(request)).replace("%A", job).replace("%j", job).replace("%a", "*")
+        return Path(path.replace("%%", "%"))
+
+    def _output(self, request: Request) -> Path:
+        folder = str(request.logs).replace("%", "%%")
+        return Path(folder) / ("slurm-%A_%a.out" if request.indices else "slurm-%j.out")
+
+    def _tasks_per_node(self, request: Request) -> int:
+        return 1 if self.config.tasks == "node" else request.devices_per_node
+
+    def _cpus_per_task(self, request: Request) -> int | None:
+        if request.cpus_per_device is None:
+            return None
+        return request.cpus_per_device * request.devices_per_node // self._tasks_per_node(request)
+
+    def _devices(self, request: Request) -> dict[str, object]:
+        if not request.gpus or self.config.gpus == "none":
+            return {}
+        if self.config.gpus == "task":
+            return {"gpus-per-task": request.devices_per_node // self._tasks_per_node(request)}
+        return {"gpus-per-node": request.devices_per_node}
+
+    def _pyxis(self, request: Request) -> list[str]:
+        container = self.config.container
+        if container is None or container.runtime != "pyxis":
+            return []
+        mounts = ",".join(m if ":" in m else f"{m}:{m}" for m in container.all_mounts(request))
+        image = [f"--container-image={container.image}", f"--container-mounts={mounts}"]
+        return [*image, f"--container-workdir={request.cwd}", *container.extra]
+
+    def _inside(self, request: Request) -> list[str]:
+        return [*self._pyxis(request), *self.inside(request)]
+
+    def _screen(self, request: Request) -> Raw:
+        """One doctor for each node, with all of its devices; one that ends early must not end the others."""
+        own = ["--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+        if "gpus-per-task" in self._devices(request):
+            own.append(f"--gpus-per-task={request.devices_per_node}")
+        inside = words([*own, *self._inside(request), *request.command, "doctor", "--nodes"])
+        return Raw(f'--ntasks="$SLURM_JOB_NUM_NODES" {inside} {self.job_file(request)}')
+
+    def _command(self, request: Request) -> Raw:
+        # The launcher takes the nodes from SLURM, and starts the ranks again where one has failed.
+        several = self.config.tasks == "node" and request.devices_per_node > 1
+        launch = ["launch", f"--nproc={request.devices_per_node}", "-m", "fairlead"] if several else []
+        return Raw(f"{words([*self._inside(request), *request.command, *launch, 'fit'])} {self.job_file(request)}")
+
+
+def _state(row: Mapping[str, str]) -> JobState:
+    # `CANCELLED by 1000`; an array's reason is `(Resources)` in some versions.
+    name = row["State"].strip().partition(" ")[0].rstrip("+")
+    reason = row.get("Reason", "").strip().strip("()")
+    details = {key: value.strip() for key, value in row.items() if key != "Reason"}
+    if name == "PENDING" and reason.startswith("JobHeld"):
+        reason += ": `scontrol release` lets it start"
+    return JobState(_PHASES.get(name, "unknown"), "" if reason == "None" else reason, details)
+
+
+def _minutes(seconds: float) -> str:
+    total = math.ceil(seconds / 60)
+    days, rest = divmod(total, 24 * 60)
+    return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
+
+
+build = SLURMSubmitter.build
 slurm = SLURM()

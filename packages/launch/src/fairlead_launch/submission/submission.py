@@ -10,14 +10,11 @@ from pathlib import Path
 
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, RunFailedError
-from fairlead.findings import Finding, errors_in
-from fairlead.jobs import LoadedJob, load_config, load_job
-from fairlead.overrides import parse_override
+from fairlead.findings import errors_in
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_launch.submission.interface import JobState, Submitter
-from fairlead_launch.submission.plan import Plan, plan
+from fairlead_launch.submission.plan import make_plan
 from fairlead_launch.submission.records import Record, build_submitter
-from fairlead_launch.submission.sweep import members
 from fairlead_runs import RunState, state
 from fairlead_runs.programs import ask
 
@@ -158,37 +155,3 @@ def submit(
         )
     records = made.submit()
     return Submission(records, build_submitter(records[0].submit, environ, plugins))
-
-
-def make_plan(
-    job: Sequence[str] | JobConfig,
-    *,
-    to: str | None,
-    overrides: Sequence[str],
-    sweep: Sequence[str],
-    max_parallel: int | None,
-    environ: Mapping[str, str],
-    plugins: PluginManager,
-    cwd: Path,
-) -> Plan | list[Finding]:
-    """Loads the job, once for each member of a sweep, and plans its submission; else what is wrong with it."""
-    base = [*overrides, *([f"submit.to={to}"] if to is not None else [])]
-    grid = members(sweep) if sweep else []
-    loads = [load(job, [*base, *one], plugins, cwd, environ) for one in grid or [()]]
-    return plan(loads, grid, max_parallel=max_parallel, environ=environ, plugins=plugins, cwd=cwd)
-
-
-def load(
-    job: Sequence[str] | JobConfig,
-    overrides: Sequence[str],
-    plugins: PluginManager,
-    cwd: Path,
-    environ: Mapping[str, str],
-) -> LoadedJob:
-    """A job in files, or an object that has a name."""
-    if not isinstance(job, JobConfig):
-        return load_job(job, plugins=plugins, cwd=cwd, environ=environ, overrides=overrides)
-    if job.run.name is None:
-        raise ConfigError("a job that is no file needs a name", where="run.name", fix="RunConfig(name=...)")
-    parsed = [parse_override(text) for text in overrides]
-    return load_config(job, "the job", plugins, cwd, environ, parsed, default_name=job.run.name)

@@ -22,7 +22,7 @@ def words(values: Iterable[object]) -> Raw:
     return Raw(shlex.join(str(value) for value in values))
 
 
-def option(name: str, value: object = True, *, where: str = "submit") -> Raw:
+def option(name: str, value: object = True) -> Raw:
     """One option of a scheduler's line: `--nodes=2`, `--exclusive` where it is true, `-q 'my queue'` with one dash.
 
     Raises:
@@ -35,7 +35,7 @@ def option(name: str, value: object = True, *, where: str = "submit") -> Raw:
     if any(ord(char) < 32 for char in f"{name}{text}") or not dashed.isprintable() or " " in dashed:
         raise ConfigError(
             f"the value of {name!r} has a line break, or another character that no option of a script can hold",
-            where=where,
+            where="submit",
             why=repr(text),
             fix="write it on one line",
         )

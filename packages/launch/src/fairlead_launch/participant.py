@@ -1,4 +1,4 @@
-"""A node among several: starts, failures and stops as the launcher of node 0 leads them (`meeting`)."""
+"""A launcher among several: it starts and stops the ranks of its node as the coordinator, node 0, decides."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from fairlead.errors import ConfigError, RunFailedError
-from fairlead_launch.meeting import Meeting
-from fairlead_launch.nodes import Ended, Members
-from fairlead_launch.ports import DEFAULT_PORT, PortError, bind_listener, hold_port
+from fairlead.errors import RunFailedError
+from fairlead_launch.coordinator import Coordinator
+from fairlead_launch.ports import DEFAULT_PORT, HeldPort, PortError, bind_listener
 from fairlead_launch.restarts import Restarts, last_step
 from fairlead_launch.supervise import Group
 from fairlead_launch.verdict import OtherNodeError
@@ -26,19 +26,33 @@ _PATIENT_S: Final = 5.0
 """After so long without node 0 the user hears of what is waited for."""
 
 
-class SeveralNodes:
+@dataclass(frozen=True)
+class Members:
+    """The nodes of one start: how many, which one this is, and where rank 0 will listen.
+
+    `start` counts the starts of the job, from 0; `changed` says what is different from the one before.
+    """
+
+    num_nodes: int
+    node_rank: int
+    address: str
+    port: int
+    start: int = 0
+    changed: str | None = None
+
+
+class Participant:
     """This node of a job of several; node 0 is where `address` is.
 
     Args:
         address: The name or address of node 0.
-        port: The port on which the launchers meet there; None: 29500.
+        port: The port on which the coordinator listens there; None: 29500.
         nodes: The least and the largest number of nodes of a start.
         rank: Which node this is; among equals the one that comes first is first.
-        spares: Nodes beyond the largest number that wait.
         count: Processes of each node.
         start_s: Seconds in which the nodes of a start must have come.
-        restarts: How often the whole job is started again; node 0 counts.
-        say: Tells the user.
+        restarts: How often the job is restarted; node 0 counts.
+        say: Shows a line to the user.
     """
 
     def __init__(
@@ -48,39 +62,52 @@ class SeveralNodes:
         *,
         nodes: tuple[int, int],
         rank: int,
-        spares: int,
         count: int,
         start_s: float,
         restarts: Restarts,
         say: Callable[[str], None],
     ) -> None:
         self._address, self._port, self._rank = address, port or DEFAULT_PORT, rank
-        self._nodes, self._spares, self._start_s, self._say = nodes, spares, start_s, say
-        self._restarts = restarts
+        self._nodes, self._start_s, self._restarts, self._say = nodes, start_s, restarts, say
         self._hello = {"kind": "hello", "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "count": count}
-        self._hello |= {"least": nodes[0], "most": nodes[1], "spares": spares}
-        self._meeting: Meeting | None = None
+        self._hello |= {"least": nodes[0], "most": nodes[1]}
+        self._coordinator: Coordinator | None = None
         self._line: Line | None = None
         self._inbox = collections.deque[Message]()
-        self._heard = time.monotonic()
         self._gone = threading.Event()
         self._received: list[int] = []
-        self._told: int | None = None
+        self._stop_sent: int | None = None
         self._trouble: str | None = None
         self._end: Message | None = None
         self._starts = 0
-        self._held: socket.socket | None = None
-        self.grows: Callable[[], bool] = lambda: False
-        """Whether the ranks of now save and stop when they are asked to."""
+        self._held = HeldPort()
+        self._group: Group | None = None
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the launcher where the nodes meet."""
-        return self._meeting is not None
+    def coordinates(self) -> bool:
+        """Whether the coordinator runs in this launcher."""
+        return self._coordinator is not None
+
+    def run(self, make: Callable[[Members], Group], received: list[int]) -> int:
+        """Runs this node's ranks, start after start, until the job has ended; its exit code, or its error is raised.
+
+        Args:
+            make: Makes the ranks of this node for a start; their group asks `trouble`.
+            received: The signals that have come, and will (`noted_signals`).
+        """
+        while True:
+            members = self.next(received)
+            if isinstance(members, int):
+                return members
+            self._group = make(members)
+            try:
+                self._report(self._group, self._group.supervise(received))
+            except RunFailedError as error:
+                self._report(self._group, 1, error)
 
     def next(self, received: list[int]) -> Members | int:
         """Waits for the nodes of the next start; the exit code, where there is none, or the job's `FairleadError`."""
-        self._received, self._told, self._trouble = received, None, None
+        self._received, self._stop_sent, self._trouble = received, None, None
         if self._line is None and not self._join(received):
             return 128 + received[0]
         self._send({"kind": "ready", "port": self._hold_port()})
@@ -89,8 +116,6 @@ class SeveralNodes:
                 if message["kind"] == "go":
                     self._starts = message["start"] + 1
                     return Members(**{name: value for name, value in message.items() if name != "kind"})
-                if message["kind"] == "spare":
-                    self._say(_waits(message))
             if self._end is not None:
                 return self._ended(self._end)
             self._pass_on(received[0] if received else None)
@@ -100,43 +125,40 @@ class SeveralNodes:
         """Why the ranks of this node cannot go on; passes a stop on to the other nodes, and theirs to these ranks."""
         self._pass_on(stop)
         for message in self._messages():
-            if message["kind"] == "grow" and self.grows():
+            saves = self._group is not None and self._group.run is not None  # it stops when it is asked to
+            if message["kind"] == "grow" and saves:
                 self._say(f"{message['who']} has joined: the ranks save, stop, and restart with it")
-                self._told = signal.SIGUSR1
+                self._stop_sent = signal.SIGUSR1
                 self._received.append(signal.SIGUSR1)
         return self._trouble
 
-    def report(self, ended: Ended) -> None:
+    def _report(self, group: Group, code: int, failure: RunFailedError | None = None) -> None:
         """Tells how the ranks of this node have ended."""
-        error, first = None, not isinstance(ended.error, OtherNodeError)
-        if ended.error is not None:
+        error = None
+        if failure is not None:
             host = f"node {self._rank}, {self._hello['host']}" if self._nodes[0] == self._nodes[1] else None
-            error = packed(ended.error)
+            error = packed(failure)
             error["where"] = "; ".join(filter(None, (host or str(self._hello["host"]), error["where"])))
-        self._pass_on(ended.stop)
-        self._send({"kind": "ended", "code": ended.code, "step": ended.step, "error": error, "first": first})
+        self._pass_on(group.stop)
+        first = not isinstance(failure, OtherNodeError)
+        self._send({"kind": "ended", "code": code, "step": last_step(group), "error": error, "first": first})
 
     def close(self) -> None:
         """Leaves; node 0 waits until all have heard of the end."""
-        self._release_port()
+        self._held.close()
         if self._line is not None:
             self._line.close()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     def _join(self, received: Sequence[int]) -> bool:
-        """Comes to where the nodes meet, or has them meet here; False: a signal came first."""
+        """Connects to the coordinator, which it starts on node 0; False: a signal came first."""
         if self._rank == 0 and (listener := self._listener()) is not None:
-            self._meeting = Meeting(
-                listener,
-                self._address,
-                nodes=self._nodes,
-                spares=self._spares,
-                start_s=self._start_s,
-                restarts=self._restarts,
+            self._coordinator = Coordinator(
+                listener, self._address, nodes=self._nodes, start_s=self._start_s, restarts=self._restarts
             )
         began, patient = time.monotonic(), False
-        address = "localhost" if self.leads else self._address
+        address = "localhost" if self.coordinates else self._address
         while True:
             try:
                 connection = socket.create_connection((address, self._port), timeout=_PATIENT_S)
@@ -159,14 +181,14 @@ class SeveralNodes:
             time.sleep(_TRY_S)
         connection.settimeout(SILENT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._line, self._heard = Line(connection), time.monotonic()
-        self._line.send({**self._hello, "lead": self.leads})
+        self._line = Line(connection)
+        self._line.send({**self._hello, "lead": self.coordinates})
         threading.Thread(target=self._read, args=(self._line,), name="fairlead-node", daemon=True).start()
         threading.Thread(target=self._live, args=(self._line,), name="fairlead-alive", daemon=True).start()
         return True
 
     def _listener(self) -> socket.socket | None:
-        """Where the nodes meet; None: that is another launcher's, here or on another machine."""
+        """Where the coordinator listens; None: it runs in another launcher, here or on another machine."""
         fixed = self._nodes[0] == self._nodes[1]
         if not fixed and not _is_here(self._address):
             return None
@@ -188,18 +210,10 @@ class SeveralNodes:
         Another one in each start: what is left of the last one's ranks finds nobody.
         """
         first = self._port + 1 + self._starts % 100
-        self._release_port()
-        self._held = hold_port([*range(first, min(first + 100, 65536)), 0])
-        return int(self._held.getsockname()[1])
-
-    def _release_port(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        return self._held.hold([*range(first, min(first + 100, 65536)), 0])
 
     def _read(self, line: Line) -> None:
         while (messages := line.receive()) is not None:
-            self._heard = time.monotonic()
             self._inbox.extend(messages)
         self._gone.set()
 
@@ -214,14 +228,14 @@ class SeveralNodes:
         while self._inbox:
             message = self._inbox.popleft()
             if message["kind"] == "stop":
-                if self._told in (None, signal.SIGUSR1):  # else this node has had it too
-                    self._told = message["signal"]
+                if self._stop_sent in (None, signal.SIGUSR1):  # else this node has had it too
+                    self._stop_sent = message["signal"]
                     self._received.append(message["signal"])
             elif message["kind"] == "trouble":
                 self._trouble = message["why"]
-            elif message["kind"] == "again":
+            elif message["kind"] == "say":
                 self._say(message["text"])
-            elif message["kind"] in ("end", "refused"):
+            elif message["kind"] == "end":
                 self._end = message
             else:
                 rest.append(message)
@@ -231,12 +245,12 @@ class SeveralNodes:
                 why="its launcher was killed, or its machine or the network went down",
                 fix="look at the output of node 0, and start all nodes again",
             )
-            self._end, self._trouble = {"kind": "end", "code": 1, "error": packed(error), "here": True}, error.what
+            self._end, self._trouble = {"kind": "end", "code": 1, "error": packed(error), "own": True}, error.what
         return rest
 
     def _pass_on(self, stop: int | None) -> None:
-        if stop is not None and stop != self._told:
-            self._told = stop
+        if stop is not None and stop != self._stop_sent:
+            self._stop_sent = stop
             self._send({"kind": "stop", "signal": int(stop)})
 
     def _send(self, message: Message) -> None:
@@ -245,49 +259,15 @@ class SeveralNodes:
 
     def _ended(self, end: Message) -> int:
         """The exit code, which is the same on all nodes, as is the error."""
-        if end["kind"] == "refused":
-            raise ConfigError(
-                f"{end['who']} cannot take part: {end['why']}",
-                where=f"{self._address}:{self._port}",
-                fix="start all nodes with the same options, each with its own --node-rank",
-            )
         if end["error"] is not None:
             error = unpacked(end["error"])
-            if not self.leads and "here" not in end:
+            if not self.coordinates and "own" not in end:
                 error.why, error.fix = None, "read the output of node 0"
             raise error
         code: int = end["code"]
         if code > 128 and not self._starts:
             self._say(f"stopped by {signal.Signals(code - 128).name} before it began; nothing was lost")
         return code
-
-
-def run_on_nodes(make: Callable[[Members], Group], nodes: SeveralNodes, received: list[int]) -> int:
-    """Runs this node's ranks, start after start, until the job has ended; returns its exit code, or raises its error.
-
-    Args:
-        make: Makes the ranks of this node for a start.
-        nodes: The job's nodes.
-        received: The signals that have come, and will (`noted_signals`).
-    """
-    while True:
-        members = nodes.next(received)
-        if isinstance(members, int):
-            return members
-        group = make(members)
-        nodes.grows = lambda group=group: group.run is not None  # type: ignore[misc]
-        try:
-            ended = Ended(group.supervise(received))
-        except RunFailedError as error:
-            ended = Ended(1, error)
-        nodes.report(Ended(ended.code, ended.error, last_step(group), group.stop))
-
-
-def _waits(message: Message) -> str:
-    nodes = "1 node runs" if message["running"] == 1 else f"{message['running']} nodes run"
-    if message["full"]:
-        return f"this node is a spare: {nodes} the job, and it takes the place of one that is lost"
-    return f"{nodes} the job: this one comes in when their ranks have saved, or at their next start"
 
 
 def _is_here(address: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead_environments.slurm.hostlist import MOST_HOSTS, expand, tasks_per_node
+from fairlead.hostlist import MOST_HOSTS, expand, tasks_per_node
 
 
 @pytest.mark.parametrize(

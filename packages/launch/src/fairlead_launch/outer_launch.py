@@ -1,4 +1,4 @@
-"""Whether something has started this process as a rank, or as the launcher of its node, before `fairlead launch`."""
+"""Whether a scheduler or another launcher has started `fairlead launch`, as a rank or once on each node."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fairlead_launch.ports import DEFAULT_PORT
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process is among those that something else has started, `by` whom.
+class OuterLaunch:
+    """Which of the processes of another launcher or of a scheduler, `by`, this one is.
 
     With `rank` it is one of the ranks; else the launcher of its node.
     """
@@ -43,8 +43,10 @@ class Place:
         return {"MASTER_ADDR": self.address, **{name: str(value) for name, value in numbers.items()}}
 
 
-def find_place(asked: int | str, count: int, environ: Mapping[str, str], plugins: PluginManager) -> Place | None:
-    """The place that a scheduler or another launcher has given to this process; None: it stands alone.
+def find_outer_launch(
+    asked: int | str, count: int, environ: Mapping[str, str], plugins: PluginManager
+) -> OuterLaunch | None:
+    """Which process of a scheduler or of another launcher this is; None: it was started alone.
 
     Several tasks of a node are its ranks. A single one is the launcher of its node where `count`, the processes that
     the node is to have, is more than one.
@@ -74,7 +76,7 @@ def find_place(asked: int | str, count: int, environ: Mapping[str, str], plugins
             why="each of them would start that many",
             fix=f"start one on each node (srun --ntasks-per-node=1), or leave --nproc out: these are the {world} ranks",
         )
-    node = Place(
+    node = OuterLaunch(
         by,
         num_nodes=nodes,
         node_rank=int(topology.node_rank.value) if topology.node_rank is not None else 0,

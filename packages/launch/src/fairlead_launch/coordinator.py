@@ -1,0 +1,358 @@
+"""Node 0 coordinates the launchers of a job: who takes part in a start, who failed, whether there is another start.
+
+All decisions are made here, in one thread, from what each launcher reports over a connection of its own. Torch's
+elastic rendezvous does not serve for this: it needs torch in the launcher, gives ranks by host name, notices a dead
+node when all others have failed of it, and leaves the count of restarts and the exit code to each node.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fairlead.errors import ConfigError, RunFailedError
+from fairlead_launch.restarts import Restarts
+from fairlead_launch.verdict import SAVED
+from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
+
+_TICK_S: Final = 0.1
+_LATE_S: Final = 5.0
+"""How long a first start with the least number of nodes waits for more, after the last one that came."""
+_OTHERS_S: Final = 2.0
+"""How long the others may take to say what has failed, after one that only lost them."""
+_STOP_S: Final = 45.0
+"""The same in a stop."""
+_LEAVE_S: Final = 5.0
+"""The same to hear of the end."""
+_FINAL: Final = (signal.SIGTERM, signal.SIGINT)
+_SETTINGS: Final = {"least": "nodes at least", "most": "nodes at most", "count": "processes a node"}
+"""The settings that all launchers must have alike, and what they are called."""
+
+
+@dataclass(eq=False)
+class _Node:
+    """A launcher that has connected."""
+
+    line: Line
+    arrival: int
+    heard: float
+    name: str = "a connection that has not introduced itself"
+    rank: int = -1
+    lead: bool = False
+    count: int = 0
+    port: int | None = None
+    """Where its rank 0 would listen in the next start, for which it waits; None: it does not."""
+    notified: bool = False
+    """Whether it knows that the others run without it."""
+
+    @property
+    def known(self) -> bool:
+        """Whether it has introduced itself."""
+        return self.rank >= 0
+
+    def place(self) -> tuple[bool, int, int]:
+        """What nodes are sorted by: node 0 first, then by number, then as they came."""
+        return (not self.lead, self.rank, self.arrival)
+
+
+@dataclass
+class _Start:
+    """One start of the ranks on `size` nodes; its `members` are those of them that are not lost."""
+
+    size: int
+    members: list[_Node]
+    results: dict[int, Message] = field(default_factory=dict)
+    give_up_at: float | None = None
+    grows: bool = False
+
+
+class Coordinator:
+    """Starts the ranks of all nodes together, and decides what follows when they have ended.
+
+    Args:
+        listener: Where the launchers connect.
+        address: What the ranks of other nodes reach this machine by.
+        nodes: The least and the largest number of nodes of a start.
+        start_s: Seconds in which the nodes of a start must have come.
+        restarts: How often there is another start.
+    """
+
+    def __init__(
+        self, listener: socket.socket, address: str, *, nodes: tuple[int, int], start_s: float, restarts: Restarts
+    ) -> None:
+        self._listener, self._address = listener, address
+        self._least, self._most = nodes
+        self._start_s, self._restarts = start_s, restarts
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._nodes: list[_Node] = []
+        self._last: _Start | None = None
+        """The newest start of the ranks."""
+        self._running = False
+        """Whether its ranks still run; else the nodes of the next one are waited for."""
+        self._starts = self._arrivals = 0
+        self._gather_since = self._came = self._alive = time.monotonic()
+        self._lost: list[str] = []
+        self._stop: int | None = None
+        self._last_error: Message | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="fairlead-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits until all have heard of the end."""
+        self._thread.join(_LEAVE_S + 1)
+
+    def _run(self) -> None:
+        try:
+            leave_by = None
+            while leave_by is None or (self._nodes and time.monotonic() < leave_by):
+                self._listen()
+                if self._over:
+                    leave_by = leave_by or time.monotonic() + _LEAVE_S
+                elif self._last is not None and self._running:
+                    self._watch(self._last)
+                else:
+                    self._gather()
+        finally:
+            for node in self._nodes:
+                node.line.close()
+            self._listener.close()
+            self._selector.close()
+
+    def _listen(self) -> None:
+        """Takes in what has come, and who has gone."""
+        for key, _ in self._selector.select(_TICK_S):
+            if key.data is None:
+                self._accept()
+            elif (messages := key.data.line.receive()) is None:
+                self._leave(key.data, "its launcher was killed, or its machine went down")
+            else:
+                key.data.heard = time.monotonic()
+                try:
+                    for message in messages:
+                        self._handle(key.data, message)
+                except (KeyError, TypeError):
+                    self._leave(key.data, "it does not speak as a launcher does")
+        now = time.monotonic()
+        if now - self._alive >= ALIVE_S:
+            self._alive = now
+            self._send(self._nodes, {"kind": "alive"})
+        for node in [node for node in self._nodes if now - node.heard > SILENT_S]:
+            self._leave(node, f"nothing was heard of it for {SILENT_S:g} s: its machine or the network went down")
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(SILENT_S)
+        node = _Node(Line(connection), self._arrivals, time.monotonic())
+        self._arrivals += 1
+        self._nodes.append(node)
+        self._selector.register(connection, selectors.EVENT_READ, node)
+
+    def _leave(self, node: _Node, why: str) -> None:
+        self._nodes.remove(node)
+        self._selector.unregister(node.line.socket)
+        node.line.close()
+        last = self._last
+        if last is None or node not in last.members or self._over:
+            return
+        last.members.remove(node)
+        self._lost.append(node.name)
+        if self._running and node.arrival not in last.results:
+            error = RunFailedError(f"{node.name} was lost", why=why, fix="look at that machine, and at its own output")
+            last.results[node.arrival] = {"error": packed(error), "first": True, "step": None}
+            self._trouble(last, f"{node.name} was lost: {why}")
+
+    def _handle(self, node: _Node, message: Message) -> None:
+        kind, last = message["kind"], self._last if self._running else None
+        if kind == "hello" and not node.known:
+            self._welcome(node, message)
+        elif kind == "ready" and node.known:
+            node.port = message["port"]
+            self._came = time.monotonic()
+        elif kind == "stop" and last is not None and node not in last.members:
+            self._send([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # the others go on
+        elif kind == "stop" and (self._stop is None or (self._stop not in _FINAL and message["signal"] in _FINAL)):
+            self._stop = message["signal"]
+            self._send([other for other in self._nodes if other is not node], message)
+        elif kind == "ended" and last is not None and node in last.members:
+            last.results[node.arrival] = message
+            failed = message["error"] is not None
+            if failed and message["first"] and self._stop is None:
+                self._trouble(last, f"{node.name}: {message['error']['what']}")
+            elif failed or message["code"] not in (0, SAVED):
+                patience = _OTHERS_S if self._stop is None else _STOP_S
+                last.give_up_at = last.give_up_at or time.monotonic() + patience
+
+    def _welcome(self, node: _Node, message: Message) -> None:
+        known = self._known()
+        own = {"least": self._least, "most": self._most, "count": known[0].count if known else message["count"]}
+        name = f"node {message['rank']} on {message['host']}"
+        refused = None
+        if different := [setting for setting in _SETTINGS if own[setting] != message[setting]]:
+            here, there = (
+                ", ".join(f"{one[setting]} {_SETTINGS[setting]}" for setting in different) for one in (own, message)
+            )
+            refused = f"it asks for {there}, and the others for {here}"
+        elif len(known) >= self._most:
+            refused = f"{len(known)} nodes are there already: {', '.join(one.name for one in known)}"
+        elif self._fixed and (twin := [one for one in known if one.rank == message["rank"]]):
+            refused = f"{twin[0].name} is there already"
+        if refused is not None:
+            error = ConfigError(
+                f"{name} cannot take part: {refused}",
+                where=f"{self._address}:{self._listener.getsockname()[1]}",
+                fix="start all nodes with the same options, each with its own --node-rank",
+            )
+            self._send([node], {"kind": "end", "code": error.exit_code, "error": packed(error), "own": True})
+            return
+        node.rank, node.lead, node.count = message["rank"], message["lead"], message["count"]
+        node.name = name if self._fixed else f"the node on {message['host']} (process {message['pid']})"
+        if node.name in self._lost:
+            self._lost.remove(node.name)
+        self._came = time.monotonic()
+
+    @property
+    def _fixed(self) -> bool:
+        return self._least == self._most
+
+    def _known(self) -> list[_Node]:
+        return sorted((node for node in self._nodes if node.known), key=_Node.place)
+
+    def _gather(self) -> None:
+        """Starts the ranks, when enough nodes are there."""
+        waiting = [node for node in self._known() if node.port is not None]
+        now = time.monotonic()
+        if self._stop is not None:
+            self._end(SAVED if self._starts else 128 + self._stop, self._last_error)
+        elif self._fixed and self._lost:  # into a range others may come
+            self._end(1, self._too_few())
+        elif len(waiting) >= self._least and waiting[0].lead and self._settled(waiting, now):
+            self._start(waiting)
+        elif now - self._gather_since > self._start_s:
+            self._end(1, self._too_few())
+
+    def _settled(self, waiting: Sequence[_Node], now: float) -> bool:
+        """Whether nobody else is to be waited for."""
+        if self._last is None:
+            return len(waiting) >= self._most or now - self._came > _LATE_S
+        return all(node.port is not None for node in self._last.members)  # else it still ends its ranks
+
+    def _too_few(self) -> Message:
+        known, where = self._known(), None
+        if self._lost:
+            rest = "no other node is left" if self._fixed else f"no other came within {self._start_s:g} s"
+            what = f"{', '.join(self._lost)} lost: {rest}"
+            fix = "start it again with a machine in its place; a range, as --nnodes 2:4, continues without a lost node"
+        else:
+            what = f"{len(known)} of {self._least} nodes came within {self._start_s:g} s"
+            if self._fixed:
+                absent = [str(rank) for rank in range(self._most) if rank not in {node.rank for node in known}]
+                where = f"not heard of: node {', '.join(absent)}" if absent else None
+            fix = "look at the launchers of the others; a slow start needs a longer --start-timeout"
+        why = f"there {'is' if len(known) == 1 else 'are'}: {', '.join(node.name for node in known)}"
+        last = self._last_error
+        if last is not None and last["what"] not in what:
+            why += f"\nbefore that: {last['what']}"
+        return packed(RunFailedError(what, where=where, why=why, fix=fix))
+
+    def _start(self, members: Sequence[_Node]) -> None:
+        changed = self._changed(self._last, members) if self._last is not None else None
+        for index, node in enumerate(members):
+            self._send(
+                [node],
+                {
+                    "kind": "go",
+                    "num_nodes": len(members),
+                    "node_rank": index,
+                    "address": self._address,
+                    "port": members[0].port,
+                    "start": self._starts,
+                    "changed": changed,
+                },
+            )
+        for node in members:
+            node.port, node.notified = None, False
+        self._last, self._running = _Start(len(members), list(members)), True
+        self._starts += 1
+
+    @staticmethod
+    def _changed(before: _Start, members: Sequence[_Node]) -> str | None:
+        new = [node.name for node in members if node not in before.members]
+        parts = [f"{', '.join(new)} came in"] if new else []
+        if len(members) != before.size:
+            what = "trainer.batch_policy decides what becomes of the batch"
+            parts.append(f"{len(members)} node{'s'[: len(members) != 1]}, {before.size} before: {what}")
+        return "; ".join(parts) or None
+
+    def _watch(self, this: _Start) -> None:
+        """Looks for what the ranks of a start need next."""
+        for node in self._nodes:
+            if node.port is not None and node not in this.members:
+                if not this.grows and not this.results and self._stop is None:
+                    this.grows = True
+                    self._send(this.members, {"kind": "grow", "who": node.name})
+                if not node.notified:
+                    node.notified = True
+                    run = "1 node runs" if this.size == 1 else f"{this.size} nodes run"
+                    text = f"{run} the job: this one comes in when their ranks have saved, or at their next start"
+                    self._send([node], {"kind": "say", "text": text})
+        if this.give_up_at is not None and time.monotonic() > this.give_up_at:
+            self._trouble(this, "the ranks of another node have ended")
+        if len(this.results) == this.size:
+            self._judge(this)
+
+    def _judge(self, this: _Start) -> None:
+        """Another start, or the end, when the ranks of all nodes have ended."""
+        results = sorted(this.results.values(), key=lambda one: (one["error"] is None, not one.get("first")))
+        error = results[0]["error"]
+        steps = [one["step"] for one in results if one["step"] is not None]
+        codes = [one["code"] for one in results if one["error"] is None]
+        saved = {SAVED, 128 + signal.SIGTERM} if this.grows else {SAVED}  # without a requeuer a stop wants no start
+        if error is None and (self._stop is not None or not set(codes) <= {0} | saved or not any(codes)):
+            self._end(max([code for code in codes if code != SAVED] if set(codes) - {0, SAVED} else codes))
+        elif error is not None and self._stop is not None:
+            self._end(1, error)
+        elif self._fixed and self._lost:
+            self._last_error = error
+            self._end(1, self._too_few())
+        else:
+            self._restart(this, error, max(steps, default=None))
+
+    def _restart(self, this: _Start, error: Message | None, step: int | None) -> None:
+        text: str | None = "restarting the ranks, with the node that has come"
+        if error is not None or not this.grows:
+            failure = unpacked(error) if error is not None else None
+            assert failure is None or isinstance(failure, RunFailedError)  # as each start of ranks that ends badly
+            try:
+                text = self._restarts.after(failure, step)
+            except RunFailedError as last:
+                self._end(1, packed(last))
+                return
+        if text is None:
+            self._end(SAVED)
+            return
+        self._last_error = error
+        self._running, self._gather_since = False, time.monotonic()
+        short = f"{error['what']}; restarting the ranks" if error is not None else text
+        for node in this.members:
+            self._send([node], {"kind": "say", "text": text if node.lead else short})
+
+    def _end(self, code: int, error: Message | None = None) -> None:
+        """The same for all nodes."""
+        self._over = True
+        self._send(self._nodes, {"kind": "end", "code": 1 if error is not None else code, "error": error})
+
+    def _trouble(self, this: _Start, why: str) -> None:
+        """Has the ranks taken down that still run."""
+        self._send([n for n in this.members if n.arrival not in this.results], {"kind": "trouble", "why": why})
+
+    def _send(self, nodes: Sequence[_Node], message: Message) -> None:
+        for node in nodes:
+            node.line.send(message)
