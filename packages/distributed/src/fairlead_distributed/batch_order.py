@@ -54,7 +54,7 @@ class Order(ABC):
         self._copied = Attributes() if copied is None else copied
         self._persistent = persistent
         self._copies: tuple[int, dict[str, Any]] | None = None  # the epoch in which workers began, and what with
-        self._copies_before: dict[str, Any] | None = None  # of the run that is gone on with
+        self._copies_before: dict[str, Any] | None = None  # of the run that is continued
         self._meanwhile: dict[str, Any] | None = None  # what there is while workers begin with what there was
         self._place = place
         self._once = once

@@ -1,4 +1,4 @@
-"""A loader over an order that can be gone on with: the same loader, whose batches come from elsewhere."""
+"""A loader over an order that can be continued: the same loader, whose batches come from elsewhere."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-import wandb
 from fairlead.errors import RunDirectoryError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.preempting import answers, forget_service

@@ -40,7 +40,7 @@ _REDRAWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, Weight
 
 
 class Loaders:
-    """Makes the loaders of one fit ready, says where they are, and what of them cannot be gone on with.
+    """Makes the loaders of one fit ready, says where they are, and what of them cannot be continued.
 
     `shards`: the ranks share a loader that does not see to that itself; `saved`: what `state` gave before the resume.
     """

@@ -128,7 +128,7 @@ class StatefulLoader:
     def _replays(self, inside: bool) -> bool:
         """Whether a resume begins the epoch again: in the first one also before the trials, as that leads back there.
 
-        An epoch that was gone on with so has to be again.
+        An epoch that was continued so has to be again.
         """
         if self.trial is None or self.trial.why is not None:
             return False
