@@ -275,20 +275,22 @@ def test_an_early_end_of_each_epoch_begins_the_next_one(tmp_path: Path) -> None:
 
 
 def test_max_steps_ends_it_and_more_of_them_continue(tmp_path: Path) -> None:
-    def train(steps: int) -> list[int]:
+    def train(root: Path, steps: int) -> list[int]:
         torch.manual_seed(1)
         seen, net = [], nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with Run(tmp_path / "run", max_steps=steps, model=net, optimizer=optimizer) as run:
+        with Run(root / "run", max_steps=steps, model=net, optimizer=optimizer) as run:
             run.restore()
-            for batch in run.batches(DataLoader(range(5), batch_size=1)):  # type: ignore[arg-type]
+            for batch in run.batches(DataLoader(range(5), batch_size=1, shuffle=True)):  # type: ignore[arg-type]
                 seen.append(int(batch))
                 run.step()
         return seen
 
-    assert train(7) == [0, 1, 2, 3, 4, 0, 1]
-    assert train(7) == []
-    assert train(9) == [2, 3]
+    whole = train(tmp_path / "whole", 11)
+    assert whole[:5] != whole[5:10]  # another order in each epoch
+    parts = [train(tmp_path, steps) for steps in (5, 7, 7, 10, 11)]  # also to the very end of an epoch
+    assert [len(one) for one in parts] == [5, 2, 0, 3, 1]
+    assert [one for part in parts for one in part] == whole
 
 
 class Stream(IterableDataset[int]):

@@ -111,7 +111,7 @@ class Source:
             return None
         sampler: Any = batches.sampler
         common: dict[str, Any] = {"place": lambda: EpochPosition(self.epoch, self.batches)}
-        common["generator"] = torch.Generator()
+        common |= {"generator": torch.Generator(), "once": lambda: True}
         if type(sampler) is ResumableDistributedSampler:
             self.replicas = Replicas(sampler.num_replicas, sampler.rank)
             return ShardedOrder(batches, seed=sampler.seed, **common)

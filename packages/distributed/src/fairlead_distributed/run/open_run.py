@@ -26,6 +26,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard, build_guard
+from fairlead_runs.heartbeat import place_of_thread
 from fairlead_runs.lasting_output import give_output_back, keep_output
 from fairlead_runs.metrics_file import MetricsFile
 
@@ -187,8 +188,8 @@ class _RunEnding(Ending):
         self._run = run
 
     def batches_done(self) -> object:
-        """Batches and steps."""
-        return self._run.progress()
+        """Batches and steps, and where the main thread is: nobody else knows how a user's validation gets on."""
+        return self._run.progress(), place_of_thread()
 
     def close_loggers(self, status: str) -> None:
         """Writes out what was logged."""

@@ -322,6 +322,8 @@ class Run(OpenRun):
             return
         self._require_training("batches()")
         source = self._source(name, loader)
+        if source.over and not self._driven:  # saved by a loop over `epochs`
+            self._end_epoch(source)
         while not source.over and not self._steps_done():
             if not self._driven and self._max_epochs is not None and source.epoch >= self._max_epochs:
                 return
@@ -466,7 +468,7 @@ class Run(OpenRun):
         own = {"loaders": {name: one.state() for name, one in self._sources.items()}}
         unread = {name: one for name, one in self._saved_sources.items() if name not in own["loaders"]}
         own["loaders"].update(unread)
-        replicas = next((one.replicas for one in self._sources.values() if one.replicas is not None), self._data)
+        replicas = self._replicas_of_data()
         count = replicas.count if replicas is not None else get_world_size()
         metadata = {
             "epoch": self.epoch,
@@ -503,7 +505,7 @@ class Run(OpenRun):
             model,
             self._registry.shared_optimizers().values(),
             parameters=not any(map(is_fsdp1, model.modules())),  # its flat parameters are other ones on each rank
-            buffers=not self._registry.is_ddp(),
+            buffers=self._data is not None and not self._registry.is_ddp(),  # slices of a layer may have their own
             local_buffers=self._local_buffers,
         )
         self._replicas.compare(self.steps, pairs)
@@ -534,7 +536,7 @@ class Run(OpenRun):
     def _epoch_of(self, source: Source) -> Iterator[Any]:
         iterator = source.begin(self._seed, self.steps)
         try:
-            while not self._steps_done():
+            while source.at_end or not self._steps_done():  # an epoch that is over ends, also with the last step
                 batch = next(iterator, _END)
                 if batch is _END:
                     source.ended()
@@ -553,9 +555,13 @@ class Run(OpenRun):
             source.running = False
 
     def _compare_samples(self) -> None:
-        if self._samples is not None:
-            rank = self._data.rank if self._data is not None else get_rank()
-            self._samples.compare(rank, [one.loader for one in self._sources.values()])
+        replicas = self._replicas_of_data()
+        if self._samples is not None and replicas is not None:
+            self._samples.compare(replicas.rank, [one.loader for one in self._sources.values()])
+
+    def _replicas_of_data(self) -> Replicas | None:
+        """Which ranks take different batches, as a sampler says it or the model's layout; None: it is not known."""
+        return next((one.replicas for one in self._sources.values() if one.replicas is not None), self._data)
 
     def _end_epoch(self, only: Source | None = None) -> None:
         self._compare_samples()
