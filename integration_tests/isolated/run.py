@@ -249,7 +249,36 @@ def use_fit(bin_: Path, work: Path, extra: str) -> None:
         raise PromiseError(f"{directory} has no {', '.join(missing)}")
 
 
-USES: dict[str, Callable[[Path, Path, str], None]] = {"": use_core, "check": use_check}
+def use_loop(bin_: Path, work: Path, extra: str) -> None:
+    """The script of the page on custom training loops trains, is finished, and Lightning is not there."""
+    run(bin_ / "python", "-c", "import lightning", expect=1)
+    _use_page(bin_, work / "loop", "custom-loop.md", "--max-steps", "8")
+
+
+def use_hugging_face(bin_: Path, work: Path, extra: str) -> None:
+    """The same of the page on Hugging Face's Trainer."""
+    _use_page(bin_, work / "huggingface", "hugging-face.md")
+
+
+def _use_page(bin_: Path, folder: Path, page: str, *words: str) -> None:
+    text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
+    folder.mkdir()
+    script = text.partition('```python title="train.py"\n')[2].partition("\n```\n")[0]
+    (folder / "train.py").write_text(script + "\n", encoding="utf-8")
+    said = run(bin_ / "python", "train.py", *words, cwd=folder)
+    [directory] = [path.parent for path in (folder / "runs").glob("*/job.yaml")]
+    run(bin_ / "fairlead", "status", directory)
+    again = run(bin_ / "python", "train.py", *words, cwd=folder)
+    if "is finished: step" not in said.stdout or "is finished: step" not in again.stdout:
+        raise PromiseError(f"the script of {page} says:\n{said.stdout}{again.stdout}")
+
+
+USES: dict[str, Callable[[Path, Path, str], None]] = {
+    "": use_core,
+    "check": use_check,
+    "torch": use_loop,
+    "huggingface": use_hugging_face,
+}
 
 
 def examine(wheels: Wheels, extras: list[str], resolved: frozenset[str], place: Path) -> Iterator[Outcome]:
@@ -314,6 +343,8 @@ def examine_line(extras: str, line: str, place: Path) -> Outcome:
             refused = run(env / "bin" / "fairlead", "fit", "examples/gpt/job.yaml", cwd=work, expect=2)
             if f"pip install '{ROOT}[lightning]'" not in refused.stderr:
                 raise PromiseError(f"fairlead fit without torch says:\n{refused.stderr}")
+        elif extras == "torch":
+            use_loop(env / "bin", work, extras)
         else:
             use_tutorial(env / "bin", work, extras)
     except PromiseError as fault:
