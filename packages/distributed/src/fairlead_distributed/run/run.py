@@ -165,6 +165,9 @@ class Run(OpenRun):
         self._pending: set[Ended] = set()
         self._asked = False  # for a checkpoint, by `save`
         self._stepped = self._just = False
+        self._leader: Source | None = None  # the first that gave a batch since the last boundary: it has the loop
+        self._unstepped = 0  # batches since the last step
+        self._seen: list[Inexact] = []
         self._told: list[Inexact] = []
         self._phase = _TRAIN
         self._now: dict[str, Any] = {}
@@ -322,14 +325,29 @@ class Run(OpenRun):
             return
         self._require_training("batches()")
         source = self._source(name, loader)
-        while not source.over and not self._steps_done():
+        if source.passed:
+            raise ConfigError(
+                f"the loader {name!r} has given all its batches already",
+                where="Run.batches()",
+                why="to the end of this epoch" if self._driven else "it goes over all epochs by itself",
+                fix="evaluate with the loader itself: `for x, y in held_out`; give another loader that is trained on "
+                'another name: run.batches(other, name="other")'
+                if self._driven
+                else "for a loop with epochs, `for epoch in run.epochs(10)` around `for batch in run.batches(loader)`",
+            )
+        yield from self._rest_of(source)
+        source.passed = True
+
+    def _rest_of(self, source: Source) -> Iterator[Any]:
+        while not source.over and not self._ends(source):
             if not self._driven and self._max_epochs is not None and source.epoch >= self._max_epochs:
                 return
             yield from self._epoch_of(source)
             if self._driven or not source.over:
                 return
             self._end_epoch(source)
-            self._boundary()
+            if self._leads(source):
+                self._boundary()
 
     def step(self, **metrics: Any) -> None:
         """Counts an optimizer step, once for each, at the end of what belongs to it.
@@ -346,7 +364,10 @@ class Run(OpenRun):
         self.steps += 1
         self._now = {}
         self._stepped = self._just = True
+        self._unstepped = 0
         self._pending.add("step")
+        if self._driven and not self._sources:
+            self._add_reason(_NO_BATCHES)
         session.beat(_TRAIN, self.steps)
         if metrics and self.steps % self._log_every == 0:
             self.log(metrics)
@@ -430,6 +451,7 @@ class Run(OpenRun):
             return
         guard, session = self._guard, self._opened()
         assert guard is not None
+        self._leader = None
         if guard.should_stop():
             self._stop()
         asked |= guard.should_save()
@@ -457,6 +479,8 @@ class Run(OpenRun):
             return True
         session.beat("save", self.steps)
         self._compare()
+        if self._unstepped and any(one.grad is not None for one in self._registry.model().parameters()):
+            self._add_reason(_GRADIENTS)
         # This also has the rows on the disk: no checkpoint is ahead of them.
         shared = {
             "seed": self._seed,
@@ -532,25 +556,42 @@ class Run(OpenRun):
         return source
 
     def _epoch_of(self, source: Source) -> Iterator[Any]:
-        iterator = source.begin(self._seed, self.steps)
+        iterator, epoch = source.begin(self._seed, self.steps), source.epoch
         try:
-            while not self._steps_done():
+            while source.at_end or not self._ends(source):
                 batch = next(iterator, _END)
                 if batch is _END:
                     source.ended()
-                    if self._driven:
+                    if self._driven and self._leads(source):
                         self._boundary()
                     return
                 source.took()
+                self._leader = source if self._leads(source) else self._leader
+                self._unstepped += 1
                 self._just = False
                 self._batches += 1
                 if self._samples is not None and self._samples.saw(batch):
                     self._compare_samples()
                 yield batch
-                if self._pending and not source.at_end:
+                if source.epoch != epoch:
+                    raise ConfigError(
+                        f"the batches of {source.name!r} are taken beyond the epoch in which they began",
+                        where="Run.batches()",
+                        why="within run.epochs() they end with each epoch, and are others in the next",
+                        fix=f"call run.batches(..., name={source.name!r}) again in each epoch",
+                    )
+                if self._pending and not source.at_end and self._leads(source):
                     self._boundary()
         finally:
             source.running = False
+
+    def _ends(self, source: Source) -> bool:
+        """Whether `max_steps` ends it: not within the loop's body, which may need more of another loader."""
+        return self._steps_done() and self._leads(source)
+
+    def _leads(self, source: Source) -> bool:
+        """Whether the loop's body is over when this source is asked: another one may be asked within the body."""
+        return self._leader is None or self._leader is source or not self._leader.running
 
     def _compare_samples(self) -> None:
         if self._samples is not None:
@@ -580,12 +621,17 @@ class Run(OpenRun):
 
     # -- what is said
 
+    def _add_reason(self, reason: Inexact) -> None:
+        if reason not in self._seen:
+            self._seen.append(reason)
+            self._write_down()
+
     def _write_down(self) -> None:
         session = self._opened()
         if get_rank() or self.finished is not None:
             return
         seen = [one.inexact for one in self._sources.values() if one.inexact is not None]
-        reasons = [*loop_reasons(self._registry), *seen]
+        reasons = [*loop_reasons(self._registry), *seen, *self._seen]
         try:
             write_record(
                 session.path / "starts" / str(session.start), [], reasons, [], get_world_size(), session.job_digest
@@ -639,6 +685,16 @@ def _accumulated(config: Mapping[str, Any]) -> int:
 
 
 _END: Final = object()
+_NO_BATCHES: Final = Inexact(
+    "the place in an epoch",
+    why="the loop in run.epochs() takes no batch from run.batches(): a resume begins the epoch anew",
+    fix="for x, y in run.batches(loader)",
+)
+_GRADIENTS: Final = Inexact(
+    "the gradients of the last batches of an epoch",
+    why="no run.step() followed them: a resume from the end of the epoch begins without them",
+    fix="step at the end of an epoch, too, or optimizer.zero_grad(), and count the batches of each epoch anew",
+)
 _CLOCK: Final = 10
 """Steps between two looks at rank 0's clock, which all ranks have to go by."""
 _REPLICAS: Final = (
