@@ -151,3 +151,13 @@ def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.C
             for _ in loader(8):
                 run.step()
     assert capsys.readouterr().out.count("not exact, because of the place in an epoch") == 1
+
+
+def test_what_is_given_by_mistake_is_named(tmp_path: Path) -> None:
+    """A field that there is not, and a metric that is no number before it is in the file; a path is a text."""
+    with pytest.raises(ConfigError, match=r"(?s)unknown field 'every_n_step'.*Run\(checkpoint=.*'every_n_steps'"):
+        Run(tmp_path / "run", checkpoint={"every_n_step": 3})
+    with pytest.raises(ConfigError, match="the metric 'who' is not one number"):
+        for run in opened(tmp_path / "run", config={"out": tmp_path}):
+            run.log(loss=1.0, who="me")
+    assert "me" not in (tmp_path / "run" / "metrics.csv").read_text()

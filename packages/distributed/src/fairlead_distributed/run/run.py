@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
@@ -17,6 +18,7 @@ from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.findings import Inexact
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolution import Resolution
+from fairlead.validation import dotted, findings_of
 from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.divergence import replicated_tensors
 from fairlead_distributed.exact_reduction import register_exact_reduction
@@ -57,7 +59,7 @@ class Run(OpenRun):
 
     Args:
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
-        config: What makes this run this run, as plain data (`vars(args)`): with another value of anything in it the
+        config: What makes this run this run, as plain data and paths (`vars(args)`): with another value of anything in it the
             run is not continued. What may change in a job file's `trainer`, such as `max_steps`, may change here.
         max_epochs: Where the training ends; None: that of `config`, if it has one.
         max_steps: The same in optimizer steps.
@@ -121,7 +123,8 @@ class Run(OpenRun):
         **state: Any,
     ) -> None:
         plugins = plugins if plugins is not None else default_plugins()
-        self._config = dict(config or {})
+        named = (config or {}).items()
+        self._config = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in named}
         trainer = TrainerConfig.model_validate(
             {
                 **({"requeue": requeue} if requeue is not None else {}),
@@ -136,7 +139,7 @@ class Run(OpenRun):
         self.epoch = 0
         self._max_epochs = _limit("max_epochs", max_epochs, self._config)
         self._max_steps = _limit("max_steps", max_steps, self._config)
-        self._checkpoint = CheckpointConfig.model_validate(checkpoint if checkpoint is not None else {})
+        self._checkpoint = _checkpoint_config(checkpoint, plugins)
         if self._checkpoint.save_weights_only:
             raise ConfigError(
                 "a run with save_weights_only could not be resumed",
@@ -395,9 +398,15 @@ class Run(OpenRun):
             self._pending.add("validation")
 
     def log(self, metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        """Adds numbers of this step, or tensors with one element, to rank 0's `metrics.csv`."""
+        """Adds numbers of this step, or tensors with one element, to rank 0's `metrics.csv`.
+
+        Raises:
+            ConfigError: A value is not one number.
+        """
         self._require_training("log()")
         found = {**(metrics or {}), **more}
+        for name, value in found.items():
+            number(name, value)  # on all ranks, and before it is in the file
         self._now.update(found)
         if self._metrics is not None:
             self._metrics.add(self.steps, {"epoch": self.epoch, **found})
@@ -661,6 +670,17 @@ class Run(OpenRun):
                 fix="call run.restore() before the loop; it does nothing in a new run",
             )
         return session
+
+
+def _checkpoint_config(given: CheckpointConfig | Mapping[str, Any] | None, plugins: PluginManager) -> CheckpointConfig:
+    fields = given if given is not None else {}
+    try:
+        return CheckpointConfig.model_validate(fields)
+    except ValidationError as error:
+        found = findings_of(
+            error, fields, CheckpointConfig, plugins, lambda path: f"Run(checkpoint=...), {dotted(path)}"
+        )
+        raise found[0].as_error() from None
 
 
 def _limit(name: str, given: int | None, config: Mapping[str, Any]) -> int | None:
