@@ -105,31 +105,56 @@ def opened(root: Path, **more: Any) -> Iterator[Run]:
         yield run
 
 
-def test_batches_that_would_be_none_are_an_error(tmp_path: Path) -> None:
-    """A validation over nothing, and epochs that pass before the loop's first one is over, would say nothing."""
-    with pytest.raises(ConfigError, match="(?s)the loader 'train' has given all its batches already.*for x, y in held_out"):
-        for run in opened(tmp_path / "validation"):
-            for _ in run.epochs(2):
-                assert len(list(run.batches(loader(8)))) == 2
-                list(run.batches(loader(4)))
-    with pytest.raises(ConfigError, match=r"(?s)goes over all epochs by itself.*for epoch in run.epochs\(10\)"):
-        for run in opened(tmp_path / "epochs", max_epochs=2):
-            for _ in range(2):
-                list(run.batches(loader(8)))
-    with pytest.raises(ConfigError, match="the loader 'train' gave no batch"):
-        for run in opened(tmp_path / "empty"):
-            list(run.batches(loader(3, drop_last=True)))
+def evaluated_by_batches(root: Path) -> None:
+    for run in opened(root):
+        for _ in run.epochs(2):
+            assert len(list(run.batches(loader(8)))) == 2
+            list(run.batches(loader(4)))
 
 
-def test_batches_beyond_their_epoch_are_an_error(tmp_path: Path) -> None:
-    """They would be saved as those of the next one."""
-    with pytest.raises(ConfigError, match="'b' are taken beyond the epoch in which they began"):
-        for run in opened(tmp_path / "run"):
-            others = run.batches(loader(40), name="b")
-            for _ in run.epochs(2):
-                for _ in run.batches(loader(8)):
-                    next(others)
-                    run.step()
+def epochs_of_its_own(root: Path) -> None:
+    for run in opened(root, max_epochs=2):
+        for _ in range(2):
+            list(run.batches(loader(8)))
+
+
+def nothing(root: Path) -> None:
+    for run in opened(root):
+        list(run.batches(loader(3, drop_last=True)))
+
+
+def beyond_their_epoch(root: Path) -> None:
+    for run in opened(root):
+        others = run.batches(loader(40), name="b")
+        for _ in run.epochs(2):
+            for _ in run.batches(loader(8)):
+                next(others)
+                run.step()
+
+
+def no_number(root: Path) -> None:
+    for run in opened(root, config={"out": root}):
+        run.log(loss=1.0, who="me")
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (evaluated_by_batches, r"(?s)the loader 'train' has given all its batches already.*for x, y in held_out"),
+        (epochs_of_its_own, r"(?s)goes over all epochs by itself.*for epoch in run.epochs\(10\)"),
+        (nothing, "the loader 'train' gave no batch"),
+        (beyond_their_epoch, "'b' are taken beyond the epoch in which they began"),
+        (no_number, "the metric 'who' is not one number"),
+    ],
+)
+def test_what_would_train_or_save_something_else_is_an_error(
+    tmp_path: Path, loop: Callable[[Path], None], said: str
+) -> None:
+    """A validation over nothing, epochs that pass before the loop's first one is over: they would say nothing."""
+    with pytest.raises(ConfigError, match=said):
+        loop(tmp_path / "run")
+    file = tmp_path / "run" / "metrics.csv"
+    assert not file.exists() or "me" not in file.read_text()
 
 
 def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,11 +178,7 @@ def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("not exact, because of the place in an epoch") == 1
 
 
-def test_what_is_given_by_mistake_is_named(tmp_path: Path) -> None:
-    """A field that there is not, and a metric that is no number before it is in the file; a path is a text."""
+def test_a_field_of_checkpoint_that_there_is_not_is_named(tmp_path: Path) -> None:
+    """With the one that is meant."""
     with pytest.raises(ConfigError, match=r"(?s)unknown field 'every_n_step'.*Run\(checkpoint=.*'every_n_steps'"):
         Run(tmp_path / "run", checkpoint={"every_n_step": 3})
-    with pytest.raises(ConfigError, match="the metric 'who' is not one number"):
-        for run in opened(tmp_path / "run", config={"out": tmp_path}):
-            run.log(loss=1.0, who="me")
-    assert "me" not in (tmp_path / "run" / "metrics.csv").read_text()

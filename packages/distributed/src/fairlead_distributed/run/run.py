@@ -59,8 +59,8 @@ class Run(OpenRun):
 
     Args:
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
-        config: What makes this run this run, as plain data and paths (`vars(args)`): with another value of anything in it the
-            run is not continued. What may change in a job file's `trainer`, such as `max_steps`, may change here.
+        config: What makes this run this run, as plain data and paths (`vars(args)`): with another value of anything in
+            it the run is not continued. What may change in a job file's `trainer`, as `max_steps`, may change here.
         max_epochs: Where the training ends; None: that of `config`, if it has one.
         max_steps: The same in optimizer steps.
         checkpoint: When to save and what to keep, as a `CheckpointConfig` or its fields.
