@@ -57,6 +57,7 @@ class Source:
         epoch: The epoch that it is in, from 0.
         batches: The batches of this epoch that this rank has taken; each counts as trained on when it is handed out.
         over: Whether the epoch has no more of them.
+        passed: Whether the loop was told so in this start.
     """
 
     def __init__(self, name: str, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
@@ -64,7 +65,7 @@ class Source:
         self.epoch = int(saved["epoch"]) if saved is not None else 0
         self.batches = int(saved["batches"]) if saved is not None else 0
         self.over = bool(saved["over"]) if saved is not None else False
-        self.running = False
+        self.running = self.passed = False
         self.replicas: Replicas | None = None
         self.inexact: Inexact | None = None
         self._saved = saved
@@ -111,7 +112,8 @@ class Source:
             return None
         sampler: Any = batches.sampler
         common: dict[str, Any] = {"place": lambda: EpochPosition(self.epoch, self.batches)}
-        common |= {"generator": torch.Generator(), "once": lambda: True}
+        common["generator"] = torch.Generator()
+        common["once"] = lambda: True  # at its end the epoch is over, also where that is not noticed yet
         if type(sampler) is ResumableDistributedSampler:
             self.replicas = Replicas(sampler.num_replicas, sampler.rank)
             return ShardedOrder(batches, seed=sampler.seed, **common)
@@ -159,7 +161,7 @@ class Source:
     def _load_order(self, state: Mapping[str, Any]) -> None:
         order = cast("ShardedOrder", self._ready.batch_sampler)
         length = order.sampler.length
-        if state["consumed"] and state["length"] != length:
+        if state["consumed"] and state["length"] != length and not self.over:
             raise CheckpointError(
                 f"cannot continue within epoch {self.epoch}: the number of samples was {state['length']}, now {length}",
                 where="Run.batches()",
@@ -191,12 +193,24 @@ class Source:
             self._ready.batch_sampler.begun()
 
     def ended(self) -> None:
-        """The epoch has no more batches."""
+        """The epoch has no more batches.
+
+        Raises:
+            ConfigError: It had none at all: without an end, its epochs would go round for ever.
+        """
+        if not self.batches:
+            raise ConfigError(
+                f"the loader {self.name!r} gave no batch",
+                where="Run.batches()",
+                why="its dataset is empty, or drop_last leaves nothing of what this rank has of it",
+                fix="more samples, a smaller batch size, or drop_last=False",
+            )
         self.over, self.running = True, False
 
     def next_epoch(self) -> None:
         """Goes to the beginning of the next epoch."""
         self.epoch, self.batches, self.over = self.epoch + 1, 0, False
+        self.passed = False
 
     def state(self) -> dict[str, Any]:
         """Where it is, as plain data, for a checkpoint of this rank.

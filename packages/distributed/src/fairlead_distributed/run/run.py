@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
@@ -17,6 +18,7 @@ from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.findings import Inexact
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolution import Resolution
+from fairlead.validation import dotted, findings_of
 from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.divergence import replicated_tensors
 from fairlead_distributed.exact_reduction import register_exact_reduction
@@ -57,8 +59,8 @@ class Run(OpenRun):
 
     Args:
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
-        config: What makes this run this run, as plain data (`vars(args)`): with another value of anything in it the
-            run is not continued. What may change in a job file's `trainer`, such as `max_steps`, may change here.
+        config: What makes this run this run, as plain data and paths (`vars(args)`): with another value of anything in
+            it the run is not continued. What may change in a job file's `trainer`, as `max_steps`, may change here.
         max_epochs: Where the training ends; None: that of `config`, if it has one.
         max_steps: The same in optimizer steps.
         checkpoint: When to save and what to keep, as a `CheckpointConfig` or its fields.
@@ -121,7 +123,8 @@ class Run(OpenRun):
         **state: Any,
     ) -> None:
         plugins = plugins if plugins is not None else default_plugins()
-        self._config = dict(config or {})
+        named = (config or {}).items()
+        self._config = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in named}
         trainer = TrainerConfig.model_validate(
             {
                 **({"requeue": requeue} if requeue is not None else {}),
@@ -136,7 +139,7 @@ class Run(OpenRun):
         self.epoch = 0
         self._max_epochs = _limit("max_epochs", max_epochs, self._config)
         self._max_steps = _limit("max_steps", max_steps, self._config)
-        self._checkpoint = CheckpointConfig.model_validate(checkpoint if checkpoint is not None else {})
+        self._checkpoint = _checkpoint_config(checkpoint, plugins)
         if self._checkpoint.save_weights_only:
             raise ConfigError(
                 "a run with save_weights_only could not be resumed",
@@ -165,6 +168,9 @@ class Run(OpenRun):
         self._pending: set[Ended] = set()
         self._asked = False  # for a checkpoint, by `save`
         self._stepped = self._just = False
+        self._leader: Source | None = None  # the first that gave a batch since the last boundary: it has the loop
+        self._unstepped = 0  # batches since the last step
+        self._seen: list[Inexact] = []
         self._told: list[Inexact] = []
         self._phase = _TRAIN
         self._now: dict[str, Any] = {}
@@ -322,16 +328,31 @@ class Run(OpenRun):
             return
         self._require_training("batches()")
         source = self._source(name, loader)
+        if source.passed:
+            raise ConfigError(
+                f"the loader {name!r} has given all its batches already",
+                where="Run.batches()",
+                why="to the end of this epoch" if self._driven else "it goes over all epochs by itself",
+                fix="evaluate with the loader itself: `for x, y in held_out`; give another loader that is trained on "
+                'another name: run.batches(other, name="other")'
+                if self._driven
+                else "for a loop with epochs, `for epoch in run.epochs(10)` around `for batch in run.batches(loader)`",
+            )
+        yield from self._rest_of(source)
+        source.passed = True
+
+    def _rest_of(self, source: Source) -> Iterator[Any]:
         if source.over and not self._driven:  # saved by a loop over `epochs`
             self._end_epoch(source)
-        while not source.over and not self._steps_done():
+        while not source.over and not self._ends(source):
             if not self._driven and self._max_epochs is not None and source.epoch >= self._max_epochs:
                 return
             yield from self._epoch_of(source)
             if self._driven or not source.over:
                 return
             self._end_epoch(source)
-            self._boundary()
+            if self._leads(source):
+                self._boundary()
 
     def step(self, **metrics: Any) -> None:
         """Counts an optimizer step, once for each, at the end of what belongs to it.
@@ -348,7 +369,10 @@ class Run(OpenRun):
         self.steps += 1
         self._now = {}
         self._stepped = self._just = True
+        self._unstepped = 0
         self._pending.add("step")
+        if self._driven and not self._sources:
+            self._add_reason(_NO_BATCHES)
         session.beat(_TRAIN, self.steps)
         if metrics and self.steps % self._log_every == 0:
             self.log(metrics)
@@ -366,6 +390,9 @@ class Run(OpenRun):
         What is logged in a phase `validate` counts as measured of this step: a checkpoint follows it, with
         `CheckpointConfig(on_validation=True)`, when the step is over.
         """
+        if self.finished is not None:
+            yield
+            return
         session = self._require_training("phase()")
         before, self._phase = self._phase, name
         session.beat(name, self.steps)
@@ -376,16 +403,29 @@ class Run(OpenRun):
             self._pending.add("validation")
 
     def log(self, metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        """Adds numbers of this step, or tensors with one element, to rank 0's `metrics.csv`."""
+        """Adds numbers of this step, or tensors with one element, to rank 0's `metrics.csv`; not of a finished run.
+
+        Raises:
+            ConfigError: A value is not one number.
+        """
+        if self.finished is not None:
+            return
         self._require_training("log()")
         found = {**(metrics or {}), **more}
+        for name, value in found.items():
+            number(name, value)  # on all ranks, and before it is in the file
         self._now.update(found)
         if self._metrics is not None:
             self._metrics.add(self.steps, {"epoch": self.epoch, **found})
             self._metrics.flush()
 
     def save(self) -> None:
-        """Asks for a checkpoint of this step, on all ranks alike; it is written when the step is over."""
+        """Asks for a checkpoint of this step, on all ranks alike; it is written when the step is over.
+
+        Of a finished run nothing is saved.
+        """
+        if self.finished is not None:
+            return
         self._require_training("save()")
         self._asked = True
         if not self._sources:
@@ -432,6 +472,7 @@ class Run(OpenRun):
             return
         guard, session = self._guard, self._opened()
         assert guard is not None
+        self._leader = None
         if guard.should_stop():
             self._stop()
         asked |= guard.should_save()
@@ -459,6 +500,8 @@ class Run(OpenRun):
             return True
         session.beat("save", self.steps)
         self._compare()
+        if self._unstepped and any(one.grad is not None for one in self._registry.model().parameters()):
+            self._add_reason(_GRADIENTS)
         # This also has the rows on the disk: no checkpoint is ahead of them.
         shared = {
             "seed": self._seed,
@@ -534,25 +577,42 @@ class Run(OpenRun):
         return source
 
     def _epoch_of(self, source: Source) -> Iterator[Any]:
-        iterator = source.begin(self._seed, self.steps)
+        iterator, epoch = source.begin(self._seed, self.steps), source.epoch
         try:
-            while source.at_end or not self._steps_done():  # an epoch that is over ends, also with the last step
+            while source.at_end or not self._ends(source):
                 batch = next(iterator, _END)
                 if batch is _END:
                     source.ended()
-                    if self._driven:
+                    if self._driven and self._leads(source):
                         self._boundary()
                     return
                 source.took()
+                self._leader = source if self._leads(source) else self._leader
+                self._unstepped += 1
                 self._just = False
                 self._batches += 1
                 if self._samples is not None and self._samples.saw(batch):
                     self._compare_samples()
                 yield batch
-                if self._pending and not source.at_end:
+                if source.epoch != epoch:
+                    raise ConfigError(
+                        f"the batches of {source.name!r} are taken beyond the epoch in which they began",
+                        where="Run.batches()",
+                        why="within run.epochs() they end with each epoch, and are others in the next",
+                        fix=f"call run.batches(..., name={source.name!r}) again in each epoch",
+                    )
+                if self._pending and not source.at_end and self._leads(source):
                     self._boundary()
         finally:
             source.running = False
+
+    def _ends(self, source: Source) -> bool:
+        """Whether `max_steps` ends it: not within the loop's body, which may need more of another loader."""
+        return self._steps_done() and self._leads(source)
+
+    def _leads(self, source: Source) -> bool:
+        """Whether the loop's body is over when this source is asked: another one may be asked within the body."""
+        return self._leader is None or self._leader is source or not self._leader.running
 
     def _compare_samples(self) -> None:
         replicas = self._replicas_of_data()
@@ -586,12 +646,17 @@ class Run(OpenRun):
 
     # -- what is said
 
+    def _add_reason(self, reason: Inexact) -> None:
+        if reason not in self._seen:
+            self._seen.append(reason)
+            self._write_down()
+
     def _write_down(self) -> None:
         session = self._opened()
         if get_rank() or self.finished is not None:
             return
         seen = [one.inexact for one in self._sources.values() if one.inexact is not None]
-        reasons = [*loop_reasons(self._registry), *seen]
+        reasons = [*loop_reasons(self._registry), *seen, *self._seen]
         try:
             write_record(
                 session.path / "starts" / str(session.start), [], reasons, [], get_world_size(), session.job_digest
@@ -623,6 +688,17 @@ class Run(OpenRun):
         return session
 
 
+def _checkpoint_config(given: CheckpointConfig | Mapping[str, Any] | None, plugins: PluginManager) -> CheckpointConfig:
+    fields = given if given is not None else {}
+    try:
+        return CheckpointConfig.model_validate(fields)
+    except ValidationError as error:
+        found = findings_of(
+            error, fields, CheckpointConfig, plugins, lambda path: f"Run(checkpoint=...), {dotted(path)}"
+        )
+        raise found[0].as_error() from None
+
+
 def _limit(name: str, given: int | None, config: Mapping[str, Any]) -> int | None:
     """Where the training ends; -1 and None are without end, as Lightning has it."""
     limit = config.get(name) if given is None else given
@@ -645,6 +721,16 @@ def _accumulated(config: Mapping[str, Any]) -> int:
 
 
 _END: Final = object()
+_NO_BATCHES: Final = Inexact(
+    "the place in an epoch",
+    why="the loop in run.epochs() takes no batch from run.batches(): a resume begins the epoch anew",
+    fix="for x, y in run.batches(loader)",
+)
+_GRADIENTS: Final = Inexact(
+    "the gradients of the last batches of an epoch",
+    why="no run.step() followed them: a resume from the end of the epoch begins without them",
+    fix="step at the end of an epoch, too, or optimizer.zero_grad(), and count the batches of each epoch anew",
+)
 _CLOCK: Final = 10
 """Steps between two looks at rank 0's clock, which all ranks have to go by."""
 _REPLICAS: Final = (

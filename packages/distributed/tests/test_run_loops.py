@@ -1,0 +1,184 @@
+"""Loops as people write them: with several loaders, epochs of their own, and mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fairlead import Run
+from fairlead.errors import ConfigError
+
+Step = Callable[..., None]
+EVERY = {"every_n_steps": 1, "every_n_epochs": None}
+
+
+class InterruptedHereError(Exception):
+    """Takes the place of a kill."""
+
+
+def loader(samples: int, **more: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(float(samples)).view(-1, 1)), 4, shuffle=True, **more)
+
+
+def zipped(run: Run, step: Step) -> None:
+    for (a,), (b,) in zip(run.batches(loader(22)), run.batches(loader(13), name="b"), strict=False):
+        step(a, b)
+
+
+def asked_within(run: Run, step: Step) -> None:
+    others = run.batches(loader(13), name="b")
+    for (a,) in run.batches(loader(22)):
+        step(a, *next(others))
+
+
+def several_steps_of_another(run: Run, step: Step) -> None:
+    others = run.batches(loader(13), name="b")
+    for (a,) in run.batches(loader(22)):
+        for _ in range(2):
+            step(*next(others))
+        step(a)
+
+
+def one_after_the_other(run: Run, step: Step) -> None:
+    for _ in run.epochs():
+        for (a,) in run.batches(loader(22)):
+            step(a)
+        for (b,) in run.batches(loader(13), name="b"):
+            step(b)
+
+
+def trained(root: Path, loop: Callable[[Run, Step], None], kill_at: int, most: int = 13) -> list[list[float]]:
+    """What the model has seen, in order; `kill_at` is the step in the middle of which the process would be killed."""
+    torch.manual_seed(1)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Run(root, model=model, optimizer=optimizer, max_steps=most, checkpoint=EVERY) as run:
+        run.state["seen"] = []
+        run.restore()
+
+        def step(*batches: Tensor) -> None:
+            if run.steps + 1 == kill_at:
+                raise InterruptedHereError
+            run.state["seen"].append(torch.cat(batches).flatten().tolist())
+            run.step()
+
+        loop(run, step)
+    seen: list[list[float]] = run.state["seen"]
+    return seen
+
+
+@pytest.mark.parametrize("loop", [zipped, asked_within, several_steps_of_another, one_after_the_other])
+def test_loops_over_several_loaders_lose_no_batch(tmp_path: Path, loop: Callable[[Run, Step], None]) -> None:
+    """Interrupted in each step of the epochs' first ends: the shorter loader's end is within the longer one's epoch."""
+    whole = trained(tmp_path / "whole", loop, 0)
+    for kill_at in (5, 7, 8):
+        with pytest.raises(InterruptedHereError):
+            trained(tmp_path / str(kill_at), loop, kill_at)
+        assert trained(tmp_path / str(kill_at), loop, 0) == whole
+
+
+def test_max_steps_at_the_end_of_an_epoch_end_the_epoch_too(tmp_path: Path) -> None:
+    """More of them then go on with the next one."""
+
+    def once(run: Run, step: Step) -> None:
+        for _ in run.epochs():
+            for (a,) in run.batches(loader(22)):
+                step(a)
+            run.state["ends"] = [*run.state.get("ends", []), run.steps]
+
+    whole = trained(tmp_path / "whole", once, 0, most=12)
+    trained(tmp_path / "more", once, 0, most=6)
+    assert trained(tmp_path / "more", once, 0, most=12) == whole
+
+
+def opened(root: Path, **more: Any) -> Iterator[Run]:
+    torch.manual_seed(1)
+    model = nn.Linear(1, 1)
+    with Run(root, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **more) as run:
+        run.restore()
+        yield run
+
+
+def evaluated_by_batches(root: Path) -> None:
+    for run in opened(root):
+        for _ in run.epochs(2):
+            assert len(list(run.batches(loader(8)))) == 2
+            list(run.batches(loader(4)))
+
+
+def epochs_of_its_own(root: Path) -> None:
+    for run in opened(root, max_epochs=2):
+        for _ in range(2):
+            list(run.batches(loader(8)))
+
+
+def nothing(root: Path) -> None:
+    for run in opened(root):
+        list(run.batches(loader(3, drop_last=True)))
+
+
+def beyond_their_epoch(root: Path) -> None:
+    for run in opened(root):
+        others = run.batches(loader(40), name="b")
+        for _ in run.epochs(2):
+            for _ in run.batches(loader(8)):
+                next(others)
+                run.step()
+
+
+def no_number(root: Path) -> None:
+    for run in opened(root, config={"out": root}):
+        run.log(loss=1.0, who="me")
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (evaluated_by_batches, r"(?s)the loader 'train' has given all its batches already.*for x, y in held_out"),
+        (epochs_of_its_own, r"(?s)goes over all epochs by itself.*for epoch in run.epochs\(10\)"),
+        (nothing, "the loader 'train' gave no batch"),
+        (beyond_their_epoch, "'b' are taken beyond the epoch in which they began"),
+        (no_number, "the metric 'who' is not one number"),
+    ],
+)
+def test_what_would_train_or_save_something_else_is_an_error(
+    tmp_path: Path, loop: Callable[[Path], None], said: str
+) -> None:
+    """A validation over nothing, epochs that pass before the loop's first one is over: they would say nothing."""
+    with pytest.raises(ConfigError, match=said):
+        loop(tmp_path / "run")
+    file = tmp_path / "run" / "metrics.csv"
+    assert not file.exists() or "me" not in file.read_text()
+
+
+def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gradients left at an epoch's end, and batches from elsewhere."""
+    torch.manual_seed(1)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Run(tmp_path / "gradients", model=model, optimizer=optimizer) as run:
+        run.restore()
+        for _ in run.epochs(1):
+            for _, (x,) in enumerate(run.batches(loader(12))):
+                model(x).sum().backward()
+                if run.steps == 0:
+                    optimizer.zero_grad()
+                    run.step()
+    assert "the gradients of the last batches of an epoch" in capsys.readouterr().out
+    for run in opened(tmp_path / "elsewhere"):
+        for _ in run.epochs(1):
+            for _ in loader(8):
+                run.step()
+    assert capsys.readouterr().out.count("not exact, because of the place in an epoch") == 1
+
+
+def test_a_field_of_checkpoint_that_there_is_not_is_named(tmp_path: Path) -> None:
+    """With the one that is meant."""
+    with pytest.raises(ConfigError, match=r"(?s)unknown field 'every_n_step'.*Run\(checkpoint=.*'every_n_steps'"):
+        Run(tmp_path / "run", checkpoint={"every_n_step": 3})
