@@ -5,6 +5,7 @@ pip would look for `fairlead-runs==0.1.0` on an index; a requirement that names 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 from pathlib import Path
@@ -49,4 +50,19 @@ def requirements(packages: Projects, extra: str) -> list[str]:
                 extras = [part.strip() for part in (match[2] or "").split(",") if part.strip()]
                 wanted += [(match[1], ""), *((match[1], part) for part in extras)]
     core = f"fairlead[{extra}]" if extra else "fairlead"
-    return [f"{core if name == 'fairlead' else name} @ {packages[name][0].as_uri()}" for name in sorted(found)]
+    return [f"{core if name == 'fairlead' else name} @ {address(packages[name][0])}" for name in sorted(found)]
+
+
+def address(folder: Path) -> str:
+    """The folder as a URL; with what is in it, where pip would keep what it has built of it.
+
+    pip 23.2, which comes with Python 3.11, takes a folder with a dash in its name for a release: `checkpoint-io` for the
+    version `io`. It keeps the wheel under this URL, and installs the same one after a `git pull`.
+    """
+    if "-" not in folder.name:
+        return folder.as_uri()
+    files = sorted(path for path in folder.glob("src/**/*") if path.is_file() and path.suffix != ".pyc")
+    found = hashlib.sha256()
+    for path in [folder / "pyproject.toml", *files]:
+        found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"{folder.as_uri()}?{found.hexdigest()[:16]}"
