@@ -56,7 +56,7 @@ def requirements(packages: Projects, extra: str) -> list[str]:
 def address(folder: Path) -> str:
     """The folder as a URL; with what is in it, where pip would keep what it has built of it.
 
-    pip 23.2, which comes with Python 3.11, takes a folder with a dash in its name for a release: `checkpoint-io` for the
+    pip 23.2, which comes with Python 3.11, takes a folder with a dash in its name for a release: `checkpoint-io` for
     version `io`. It keeps the wheel under this URL, and installs the same one after a `git pull`.
     """
     if "-" not in folder.name:
