@@ -231,7 +231,9 @@ def test_a_rank_that_is_stopped_holds_nobody_up(tmp_path: Path, bad: int) -> Non
             os.kill(rank.process.pid or 0, signal.SIGTERM)
     assert run.codes() == [75, 75]
     assert requeues(tmp_path) == ["requeue 17"]
-    assert re.fullmatch(rf"rank {bad} did not answer within \d(\.\d+)? s", (tmp_path / "record").read_text())
+    # On a busy machine the time may be over before the patience with the rank is.
+    said = rf"rank {bad} did not answer within \d(\.\d+)? s|no time is left, and this rank is still .*"
+    assert re.fullmatch(said, (tmp_path / "record").read_text())
 
 
 @pytest.mark.parametrize("trouble", ["dies before it saves", "dies after it saved"])
