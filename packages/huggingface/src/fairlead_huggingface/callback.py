@@ -11,7 +11,7 @@ from typing import Any, Final
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
-from fairlead.errors import CheckpointError, ConfigError
+from fairlead.errors import ConfigError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolution import Resolution
 from fairlead_distributed.info import get_rank, get_world_size
@@ -275,12 +275,7 @@ class _TrainerRun(OpenRun):
         if not self._stopping:
             return
         if failure is None and saves.saved != self.steps:
-            failure = CheckpointError(
-                f"the state at step {self.steps} could not be saved",
-                where=str(session.path / "checkpoints"),
-                why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and restart the job: it resumes from the newest checkpoint",
-            )
+            failure = saves.unsaved(self.steps)
         assert self._ending is not None
         raise Stopped(self._ending.carry_out(failure))
 
@@ -291,12 +286,7 @@ class _TrainerRun(OpenRun):
         session, saves = self._opened(), self._saves
         assert saves is not None
         if saves.saved != self.steps:
-            raise CheckpointError(
-                f"the state at step {self.steps} could not be saved",
-                where=str(session.path / "checkpoints"),
-                why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and start the script again: it resumes from the newest checkpoint",
-            )
+            raise saves.unsaved(self.steps)
         self.close_metrics()
         session.complete(step=self.steps, epoch=int(self._hf.state.epoch or 0))
         self.finished = f"step {self.steps}"

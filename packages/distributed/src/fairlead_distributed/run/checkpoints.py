@@ -183,7 +183,7 @@ class RunCheckpoints(Commits):
 
     def _load_shared(self, file: Path, form: str) -> Mapping[str, Any]:
         if form == "replicated":
-            return _read(file)
+            return _shared(file)
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -191,10 +191,10 @@ class RunCheckpoints(Commits):
         optimizers = list(self._registry.shared_optimizers().values())
         module = self._registry.model()
         if form == "gathered":
-            shared = _read(file)
+            shared = _shared(file)
             model, states = shared[_MODEL], shared[_OPTIMIZERS]
         else:
-            shared = _read(file / _OTHERS)
+            shared = _shared(file / _OTHERS)
             model, states = get_state_dict(module, optimizers, options=options)
             parts = {_MODEL: model, _OPTIMIZERS: states}
             with _without_torchs_advice():
@@ -274,16 +274,8 @@ def _of_a_run(file: Path) -> Checkpoint:
     return checkpoint
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
-        raise CheckpointError(
-            "the checkpoint cannot be read",
-            where=str(file),
-            why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            fix="begin from an older one: RunConfig(resume=PATH)",
-        ) from error
+def _shared(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = load_part(file, "the shared part of the checkpoint")
     return found
 
 

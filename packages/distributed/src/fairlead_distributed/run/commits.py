@@ -184,12 +184,16 @@ class Commits:
                 break
             self.saved = None
         if self.saved != place:
-            raise CheckpointError(
-                f"the state at step {step} could not be saved",
-                where=str(self.session.path / "checkpoints"),
-                why="the warnings before this say why; the checkpoints before it are intact",
-                fix="make room or get write access, and restart the job: it resumes from the newest checkpoint",
-            )
+            raise self.unsaved(step)
+
+    def unsaved(self, step: int) -> CheckpointError:
+        """The error that a state which has to be saved could not be."""
+        return CheckpointError(
+            f"the state at step {step} could not be saved",
+            where=str(self.session.path / "checkpoints"),
+            why="the warnings before this say why; the checkpoints before it are intact",
+            fix="make room or get write access, and restart the job: it resumes from the newest checkpoint",
+        )
 
     def drain(self, step: int, **event: Any) -> bool:
         """Waits for what is written in the background; returns whether all of it was, the same on all ranks."""

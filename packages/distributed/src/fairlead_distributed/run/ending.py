@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -45,7 +46,7 @@ _AT: Final = {
 """What a rank is at in a phase, as part of a sentence; else it is in its step."""
 
 
-class Ending:
+class Ending(ABC):
     """How one start of a run ends for a stop: what its guard is given, whether the main thread comes to it or not.
 
     An engine says by overriding `batches_done`, `copies`, `mark_preempting` and `close_loggers` what it knows.
@@ -88,9 +89,9 @@ class Ending:
 
     # -- what an engine knows
 
+    @abstractmethod
     def batches_done(self) -> object:
         """Changes with each batch, of training and of validation."""
-        raise NotImplementedError
 
     def copies(self) -> CheckpointCopies | None:
         """What copies the checkpoints elsewhere, on rank 0."""

@@ -19,16 +19,20 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def load_part(path: Path) -> Any:
-    """What a rank's file holds: tensors and plain data."""
+def load_part(path: Path, what: str = "a rank's part of the checkpoint") -> Any:
+    """What a file of a checkpoint holds, tensors and plain data; `what` is its name in the error.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
         raise CheckpointError(
-            "a rank's part of the checkpoint cannot be read",
+            f"{what} cannot be read",
             where=str(path),
             why=f"{type(error).__name__}: {error}",
-            fix="name an older checkpoint with --resume",
+            fix="name an older checkpoint: --resume PATH, in a script RunConfig(resume=PATH)",
         ) from error
 
 

@@ -166,12 +166,12 @@ class Run(OpenRun):
         self._data: Replicas | None = None
         self._seed = 0
         self._pending: set[Ended] = set()
-        self._asked = False  # for a checkpoint, by `save`
+        self._save_requested = False  # for a checkpoint, by `save`
         self._stepped = self._just = False
         self._leader: Source | None = None  # the first that gave a batch since the last boundary: it has the loop
         self._unstepped = 0  # batches since the last step
         self._seen: list[Inexact] = []
-        self._told: list[Inexact] = []
+        self._reported: list[Inexact] = []
         self._phase = _TRAIN
         self._now: dict[str, Any] = {}
         self._compared = False
@@ -427,7 +427,7 @@ class Run(OpenRun):
         if self.finished is not None:
             return
         self._require_training("save()")
-        self._asked = True
+        self._save_requested = True
         if not self._sources:
             self._boundary()
 
@@ -467,18 +467,18 @@ class Run(OpenRun):
     def _boundary(self) -> None:
         """Between two steps: does what is due, in this order: stop, checks, checkpoint."""
         ended, self._pending = self._pending, set()
-        asked, self._asked = self._asked, False
-        if not ended and not asked:
+        requested, self._save_requested = self._save_requested, False
+        if not ended and not requested:
             return
         guard, session = self._guard, self._opened()
         assert guard is not None
         self._leader = None
         if guard.should_stop():
             self._stop()
-        asked |= guard.should_save()
+        requested |= guard.should_save()
         if not self._compared and self._stepped:
             self._compare()
-        if asked or self._save_due(ended):
+        if requested or self._save_due(ended):
             self._save()
         session.beat(self._phase, self.steps)
 
@@ -664,8 +664,8 @@ class Run(OpenRun):
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=3)
         for reason in reasons:
-            if reason not in self._told:
-                self._told.append(reason)
+            if reason not in self._reported:
+                self._reported.append(reason)
                 self.say(reasons_text([reason]) or "")
 
     def _require_training(self, call: str) -> RunSession:
