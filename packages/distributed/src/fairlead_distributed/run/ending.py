@@ -97,9 +97,11 @@ class Ending(ABC):
         """What copies the checkpoints elsewhere, on rank 0."""
         return None
 
+    @abstractmethod
     def mark_preempting(self) -> None:
         """Tells loggers of a service that the job will be started again."""
 
+    @abstractmethod
     def close_loggers(self, status: str) -> None:
         """Closes the loggers; one that cannot fails no stop."""
 

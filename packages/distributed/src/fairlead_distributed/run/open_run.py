@@ -191,6 +191,9 @@ class _RunEnding(Ending):
         """Batches and steps, and where the main thread is: nobody else knows how a user's validation gets on."""
         return self._run.progress(), place_of_thread()
 
+    def mark_preempting(self) -> None:
+        """Nothing: `metrics.csv` is the only logger."""
+
     def close_loggers(self, status: str) -> None:
         """Writes out what was logged."""
         self._run.close_metrics()
