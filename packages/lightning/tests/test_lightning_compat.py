@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -471,6 +471,16 @@ class Watcher(L.Callback):
     def after_validation(self, trainer: L.Trainer) -> None:
         self._note("done")
 
+    def loaders_made(self, trainer: L.Trainer) -> None:
+        pass
+
+    def is_over(self, empty: bool) -> bool:
+        return False
+
+
+def watched(trainer: L.Trainer, watcher: Watcher) -> Callable[[], None]:
+    return compat.watch_boundaries(trainer, watcher, watcher)
+
 
 def test_the_boundaries_of_a_fit_are_watched() -> None:
     """An epoch, its batches, and the validation behind the last; afterwards the loops are as they were.
@@ -479,7 +489,7 @@ def test_the_boundaries_of_a_fit_are_watched() -> None:
     """
     trainer = plain(max_epochs=2, limit_train_batches=2)
     watcher = Watcher(trainer)
-    undo = compat.watch_boundaries(trainer, watcher)
+    undo = watched(trainer, watcher)
     trainer.fit(Line(), datamodule=Data())
     epoch = ["epoch", "batch", "done", "batch, validation due", "done"]
     assert [name for name, _ in watcher.came] == epoch * 2
@@ -517,20 +527,20 @@ def test_loaders_that_were_made_before_the_loops_were_restored_are_made_again(tm
                 trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
     first = plain(max_epochs=2)
-    compat.watch_boundaries(first, Again(first))
+    watched(first, Again(first))
     first.fit(Estimating(), val_dataloaders=loader())
     assert asked == ["again", "asked"]
 
     asked.clear()
     model, trainer = Estimating(), plain(max_epochs=2)
-    compat.watch_boundaries(trainer, Again(trainer))
+    watched(trainer, Again(trainer))
     trainer.fit(model, val_dataloaders=loader(), ckpt_path=str(tmp_path / "saved.ckpt"))
     assert asked == ["again", "asked"] * 2
     assert model.seen == list(range(4, 16))
 
     trainer = plain(max_epochs=1)
     watcher = Again(trainer)
-    compat.watch_boundaries(trainer, watcher)
+    watched(trainer, watcher)
     vars(trainer)["callbacks"].remove(watcher)
     trainer.fit(Line(), datamodule=Data())
     assert watcher.came == []
@@ -571,10 +581,10 @@ def test_a_fit_goes_on_behind_a_batch(tmp_path: Path, before: bool) -> None:
     first = plain(max_epochs=1, val_check_interval=4)
     saves = SavesAfter(first, due=True if before else None)
     saves.path = tmp_path / "saved.ckpt"
-    compat.watch_boundaries(first, saves)
+    watched(first, saves)
     first.fit(Counts(), datamodule=Data())
     model, trainer = Counts(), plain(max_epochs=1, val_check_interval=4)
-    compat.watch_boundaries(trainer, Watcher(trainer, due=before))
+    watched(trainer, Watcher(trainer, due=before))
     trainer.fit(model, datamodule=Data(), ckpt_path=str(saves.path))
     assert model.seen == [4, 5, 6, 7]
     assert model.validated == (2 if before else 1)
@@ -605,16 +615,13 @@ def test_an_epoch_can_end_before_its_data(stream: bool) -> None:
     """
     seen: list[Any] = []
 
-    class Cuts(L.Callback):
-        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-            self.undo = compat.watch_epochs(trainer, lambda: self.made(trainer), self.begins)
-
-        def made(self, trainer: L.Trainer) -> None:
+    class Cuts(Watcher):
+        def loaders_made(self, trainer: L.Trainer) -> None:
             seen.append(compat.batches_of_epoch(trainer))
             if not stream:
                 compat.limit_epoch(trainer, 5)
 
-        def begins(self, empty: bool) -> bool:
+        def is_over(self, empty: bool) -> bool:
             seen.append(empty)
             return False
 
@@ -623,9 +630,6 @@ def test_an_epoch_can_end_before_its_data(stream: bool) -> None:
             if stream and trainer.fit_loop.epoch_loop.batch_idx == 4:
                 compat.end_epoch_here(trainer)
             seen.append(last)
-
-        def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-            self.undo()
 
     class Validates(Line):
         def on_validation_start(self) -> None:
@@ -637,11 +641,13 @@ def test_an_epoch_can_end_before_its_data(stream: bool) -> None:
             return (data[index] for index in range(32))
 
     model = Validates()
-    trainer = plain(max_epochs=1, accumulate_grad_batches=2, callbacks=[Cuts()], val_check_interval=1.0)
+    trainer = plain(max_epochs=1, accumulate_grad_batches=2, val_check_interval=1.0)
+    undo = watched(trainer, Cuts(trainer))
     batches: Any = DataLoader(Stream(), batch_size=4) if stream else loader()
     trainer.fit(model, batches, loader())
     assert seen == [None if stream else 8, False, False, False, False, False, not stream, "validation at 3"]
     assert trainer.global_step == 3
+    undo()
     assert "setup_data" not in vars(trainer.fit_loop)
     assert "on_run_start" not in vars(trainer.fit_loop.epoch_loop)
 

@@ -31,10 +31,11 @@ from pathlib import Path
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_job import Line, loader
 
 from fairlead_runs.handoff import Handoff
-from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_distributed.process_group import leave_at_exit
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.lifecycle.stuck import StuckRanks
 
@@ -53,6 +54,29 @@ class Bad(Line):
         return super().training_step(batch, batch_idx)
 
 
+class Watched(L.Callback):
+    # the part of a fit that hears of the other ranks
+
+    def __init__(self, session, stuck):
+        self.session, self.stuck = session, stuck
+
+    def setup(self, trainer, pl_module, stage):
+        leave_at_exit()
+        self.session.join(trainer.global_rank, trainer.local_rank, trainer.node_rank)
+        self.stuck.connected(trainer)
+
+    def on_train_batch_end(self, trainer, *_):
+        self.session.beat("train", trainer.global_step)
+
+    def on_exception(self, trainer, pl_module, exception):
+        if not isinstance(exception, SIGTERMException):
+            self.session.raised(exception, trainer.global_step, stopped=isinstance(exception, KeyboardInterrupt))
+        self.stuck.left_by(exception)
+
+    def on_fit_end(self, trainer, pl_module):
+        self.stuck.close()
+
+
 def fit(limit_s=1200, **settings):
     session = RunSession(Handoff(run, 1, None), dict(), rank=rank)
     stuck = StuckRanks(os.environ, timeout=timedelta(seconds=limit_s), grace=timedelta(seconds=2))
@@ -60,7 +84,7 @@ def fit(limit_s=1200, **settings):
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=limit_s)), max_steps=6,
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, logger=False,
-        callbacks=[Recorder(session), stuck], **settings,
+        callbacks=[Watched(session, stuck)], **settings,
     )
     stuck.begin(trainer, session)
     trainer.fit(Bad(), loader(batch_size=2))

@@ -23,12 +23,8 @@ from fairlead_distributed.run.scripts import advice_for_scripts, described_job, 
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.display.quiet import hush
-from fairlead_lightning.fit import (
-    FitParts,
-    as_seen_by,
-    callbacks_of,
-    metrics_file,
-)
+from fairlead_lightning.fit import as_seen_by, callbacks_of, metrics_file
+from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.loggers.of_scripts import continue_loggers
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_lightning.resume.seen import uncut_loggers
@@ -110,8 +106,8 @@ class Fairlead(L.Callback):
             context={"plugins": plugins},
         )
         resolution = resolve(self._config, environ=self._environ, plugins=plugins)
-        self.parts = FitParts(BuildContext(resolution, self._environ, plugins), guard=guard)
-        self.parts.stops.listen_early()
+        self._fit = FitCallback(BuildContext(resolution, self._environ, plugins), guard=guard)
+        self._fit.stops.listen_early()
         self._accumulate: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +148,7 @@ class Fairlead(L.Callback):
                 return
         if session.checkpoint is not None:  # of a finished run: Lightning sees its limits, and trains no further
             compat.resume_from(trainer, session.checkpoint)
-        attached = self.parts.attach(trainer, session, self.checkpoint, loggers)
+        attached = self._fit.attach(trainer, session, self.checkpoint, loggers)
         # Last: the run is closed when all others have had their say.
         vars(trainer)["callbacks"] = [*(c for c in callbacks_of(trainer) if c is not self), self]
         for part in attached:
@@ -161,18 +157,18 @@ class Fairlead(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Releases the run directory."""
         if stage == "fit" and self.session is not None:
-            self.parts.finalize()  # Lightning finalizes what is still attached after this hook
+            self._fit.finalize()  # Lightning finalizes what is still attached after this hook
             self._detach(trainer)
             self.session.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Releases the run directory, after the parts, which come first, have saved and recorded what they want to."""
-        self.parts.stops.end()
+        """Releases the run directory; this callback is the last, so that everything is saved and recorded."""
+        self._fit.stops.end()
         if self.session is not None:
             self.session.close()
 
     def _detach(self, trainer: L.Trainer) -> None:
-        self.parts.detach(trainer)
+        self._fit.detach(trainer)
         if self._accumulate is not None:
             trainer.accumulate_grad_batches = self._accumulate
 

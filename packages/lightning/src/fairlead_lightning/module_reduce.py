@@ -12,29 +12,20 @@ from torch import Tensor
 from fairlead_distributed import all_reduce, is_initialized
 
 
-class ModuleReduce(L.Callback):
-    """Gives the module of a fit or an evaluation the method `all_reduce`, for as long as that lasts.
+def lend_all_reduce(module: L.LightningModule) -> None:
+    """Gives the module of a fit or an evaluation the method `all_reduce`, until `take_all_reduce_back`.
 
     The module alone: its class, and Lightning's, stay as they are. One that has such a method keeps its own.
     """
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The trainer is known."""
-        if not hasattr(pl_module, "all_reduce"):
-            vars(pl_module)["all_reduce"] = partial(_reduced, pl_module)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Takes it away again: a module that is pickled or copied is as its user made it."""
-        if _is_ours(vars(pl_module).get("all_reduce")):
-            del vars(pl_module)["all_reduce"]
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """As `teardown`, which Lightning leaves out after an exception."""
-        self.teardown(trainer, pl_module, "")
+    if not hasattr(module, "all_reduce"):
+        vars(module)["all_reduce"] = partial(_reduced, module)
 
 
-def _is_ours(value: object) -> bool:
-    return isinstance(value, partial) and value.func is _reduced
+def take_all_reduce_back(module: L.LightningModule) -> None:
+    """A module that is pickled or copied is as its user made it."""
+    lent = vars(module).get("all_reduce")
+    if isinstance(lent, partial) and lent.func is _reduced:
+        del vars(module)["all_reduce"]
 
 
 def _reduced(module: L.LightningModule, tensor: Tensor | float, reduce_op: Any = "mean") -> Tensor:

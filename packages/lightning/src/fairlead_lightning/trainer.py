@@ -33,12 +33,10 @@ from fairlead_launch.kept_output import copy_output
 from fairlead_launch.reports import announce_run
 from fairlead_lightning import compat
 from fairlead_lightning.build import trainer_arguments
-from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.checkpoint.rebuilt import Rebuilt, rebuild
 from fairlead_lightning.checkpoint.saving import save_on_all_ranks
 from fairlead_lightning.display.progress import Progress
 from fairlead_lightning.fit import (
-    FitParts,
     handing_over,
     join_ranks,
     plan,
@@ -47,10 +45,8 @@ from fairlead_lightning.fit import (
     training,
     trains_here,
 )
+from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.metrics.predictions import predict_distributed
-from fairlead_lightning.module_reduce import ModuleReduce
-from fairlead_lightning.resume.averages import AverageOverRanks
-from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs import fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
@@ -120,7 +116,7 @@ class Trainer(L.Trainer):
         self._fitted = False
         self._context = BuildContext(self.resolution, environ, plugins)
         self.progress = Progress(self.fairlead_config.progress_interval, environ=environ)
-        self.parts = FitParts(
+        self.fit_callback = FitCallback(
             self._context,
             say=self.progress.say,
             seed=self.run_config.seed,
@@ -132,8 +128,8 @@ class Trainer(L.Trainer):
         given = [*arguments["callbacks"], *callbacks]
         # A user's own bar takes the place of ours; Lightning refuses two.
         self._shows = arguments["enable_progress_bar"] and not any(isinstance(c, ProgressBar) for c in given)
-        kept = [] if self.fairlead_config.barebones else [self.parts.averages, self.parts.exact]
-        arguments["callbacks"] = [*kept, *self.parts.always, *given, *([self.progress] if self._shows else [])]
+        shown = [self.progress] if self._shows else []
+        arguments["callbacks"] = [*self.fit_callback.always(), *given, *shown]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
         user_saves = any(isinstance(c, Checkpoint) for c in given)
@@ -147,7 +143,7 @@ class Trainer(L.Trainer):
                 why=str(error),
                 fix="see the documentation of lightning.pytorch.Trainer",
             ) from error
-        self.parts.stops.listen_early()
+        self.fit_callback.stops.listen_early()
 
     @classmethod
     def from_checkpoint(
@@ -259,7 +255,7 @@ class Trainer(L.Trainer):
             # sees that the limits are reached, and trains no further.
         with session, self._attached(session):
             self._begin(session)
-            with training(self, session, resolution, self.parts.stops):
+            with training(self, session, resolution, self.fit_callback.stops):
                 super().fit(model, *loaders, str(session.checkpoint) if session.resumed else None, weights_only)
             if self._shows and trains_here(resolution) and session.finished is None:
                 self.progress.summary(self, session.path)
@@ -270,7 +266,7 @@ class Trainer(L.Trainer):
         if self._job is not None:
             job = self._job.model_dump(mode="json")
             path = run_directory(job, self.run_config, self.resolution.job, Path.cwd())
-            self.parts.exact.begin_trial(path / "starts" / str(TRIAL), job_digest(job))
+            self.fit_callback.exact.begin_trial(path / "starts" / str(TRIAL), job_digest(job))
         super().fit(model, *arguments)
 
     @contextmanager
@@ -282,11 +278,11 @@ class Trainer(L.Trainer):
         try:
             compat.set_root_dir(self, session.path)
             loggers = run_loggers(session, self._context) if session.finished is None else []
-            self.parts.attach(self, session, checkpoint, loggers)
+            self.fit_callback.attach(self, session, checkpoint, loggers)
             yield
         finally:
             # Evaluations draw from the same loaders, and ask for `checkpoint_callback.best_model_path`.
-            self.parts.detach(self, keep=(AverageOverRanks, ExactResume, ModuleReduce, Checkpoints))
+            self.fit_callback.detach(self, keep=True)
             compat.set_root_dir(self, root_dir)
 
     def _begin(self, session: RunSession) -> None:

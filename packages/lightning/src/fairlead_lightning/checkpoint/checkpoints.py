@@ -1,10 +1,10 @@
-"""When a checkpoint is written: a Lightning callback over Fairlead's commit protocol."""
+"""When a checkpoint of a Trainer is written, over Fairlead's commit protocol."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,6 @@ from fairlead.errors import CheckpointError
 from fairlead_distributed.run.commits import Commits
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.checkpoint.finite import Finite
-from fairlead_lightning.checkpoint.replicas import Replicas
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
 from fairlead_lightning.resume.exact_resume import ExactResume
 from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
@@ -33,16 +31,27 @@ class Checkpoints(Checkpoint):
     """Writes and keeps checkpoints as `trainer.checkpoint` says, and always at the end.
 
     A save that fails (a full disk) is a warning; at the end of the run it is an error: its result would be lost.
+    Lightning calls none of its methods, but looks up `best_model_path` among the callbacks that are a `Checkpoint`.
+
+    Args:
+        config: When to save, and what to keep.
+        session: The run.
+        exact: Gives each rank's part of a checkpoint.
+        check: Looks at what is saved, on all ranks together: whether all weights are finite. It raises where the
+            training cannot go on.
     """
 
     def __init__(
-        self, config: CheckpointConfig, session: RunSession, exact: ExactResume, finite: Finite, replicas: Replicas
+        self,
+        config: CheckpointConfig,
+        session: RunSession,
+        exact: ExactResume,
+        check: Callable[[L.Trainer], bool],
     ) -> None:
         self.config = config
         self.session = session
-        self.exact = exact
-        self.finite = finite
-        self.replicas = replicas
+        self._exact = exact
+        self._check = check
         self.best_model_path = ""
         """Where training begins and ends, the best by `monitor`, else the newest: what `ckpt_path="best"` loads."""
         self._commits: Commits | None = None
@@ -63,7 +72,7 @@ class Checkpoints(Checkpoint):
         """Where the checkpoints are."""
         return self.session.path / "checkpoints"
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def fit_starts(self, trainer: L.Trainer) -> None:
         """The clock of `every_n_minutes` starts with the training; perhaps nothing is left to train."""
         meet(trainer)
         io = trainer.strategy.checkpoint_io
@@ -72,7 +81,7 @@ class Checkpoints(Checkpoint):
         self._saved_at = time.monotonic()
         self._accumulate = trainer.accumulate_grad_batches  # before a GradientAccumulationScheduler changes it
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_starts(self, trainer: L.Trainer) -> None:
         """The step that was resumed from has its checkpoint already, if that is one of this run."""
         compat.begin_next_epoch(trainer)
         self._began = True
@@ -85,7 +94,7 @@ class Checkpoints(Checkpoint):
         """The metrics are back; what an earlier validation measured is no property of the next checkpoints."""
         self._measured, self._measured_at = frozenset(state.get("measured", ())), state.get("measured_at", -1)
 
-    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+    def after_batch(self, trainer: L.Trainer) -> None:
         """Saves at a step that is due, never between the micro-batches of one."""
         self._trained = True
         step, last = trainer.global_step, self._last_step
@@ -102,13 +111,13 @@ class Checkpoints(Checkpoint):
         elif due:
             self.save(trainer, "step")
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def validation_starts(self, trainer: L.Trainer) -> None:
         """Remembers the metrics, to tell afterwards which of them are new."""
         self._before = dict(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def validation_ends(self, trainer: L.Trainer) -> None:
         """Notes that what was just measured is to be saved."""
-        if trainer.state.fn != "fit" or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
         before, self._before = self._before, {}
         self._measured = frozenset(k for k, v in trainer.callback_metrics.items() if v is not before.get(k))
@@ -123,13 +132,13 @@ class Checkpoints(Checkpoint):
 
         What was measured between the micro-batches of a step is saved behind that step.
         """
-        due = self._after_validation and not self.exact.in_window(trainer)
+        due = self._after_validation and not self._exact.in_window(trainer)
         if due:
             self._after_validation = False
             self._of_run.saved = None  # one that this step has already was saved before it was measured
             self.save(trainer, "validation")
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def epoch_ends(self, trainer: L.Trainer) -> None:
         """Notes that a save is due at the end of this epoch, and the metrics of it; it is saved a moment later.
 
         Only then have EarlyStopping, hooks and schedules had their say, and does Lightning count rightly in a resume.
@@ -146,7 +155,7 @@ class Checkpoints(Checkpoint):
             self.save(trainer, reason, compat.between_epochs)
         self._metrics = None
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_ends(self, trainer: L.Trainer) -> None:
         """Saves the result, and waits until it is durable."""
         reason, self._at_epoch_end = self._at_epoch_end, None
         whole: AbstractContextManager[None] = nullcontext()
@@ -154,13 +163,13 @@ class Checkpoints(Checkpoint):
         if self._trained:
             over = _last_batch(trainer)
             correct = compat.between_epochs if over else compat.inside_epoch
-            whole = self.exact.at("between" if over else "cut")
+            whole = self._exact.at("between" if over else "cut")
         with whole:
             self._save_for_sure(trainer, reason or "end", correct)
         self._of_run.copied()
         self._find_best()
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def fit_ends(self, trainer: L.Trainer) -> None:
         """Nothing was left to train: an earlier start may have been killed in its retention."""
         if not self._began and self.session.finished is None:
             try:
@@ -199,11 +208,11 @@ class Checkpoints(Checkpoint):
 
     def _commit(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
         commits = self._of_run
-        self.replicas.compare(trainer)
+        finite = self._check(trainer)
 
         def own() -> dict[str, Any]:
             measured = {"measured": sorted(self._measured), "measured_at": self._measured_at}
-            return self.exact.capture(trainer) | measured
+            return self._exact.capture(trainer) | measured
 
         write = partial(write_state, trainer, commits, self.config.save_weights_only, correct)
         metrics = self._metrics if self._metrics is not None else self._current_metrics(trainer)
@@ -214,7 +223,7 @@ class Checkpoints(Checkpoint):
             "world_size": trainer.world_size,
             "replicas": replicas_of(trainer.strategy, trainer.world_size),
             "accumulate_grad_batches": self._accumulate,
-            "finite": self.finite.check_weights(trainer),
+            "finite": finite,
         }
         commits.commit(trainer.global_step, own, write, metrics, metadata, place=_place(trainer), reason=reason)
         self._saved_at = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import lightning.pytorch as L
 import torch
@@ -17,7 +17,6 @@ from fairlead_distributed.finite import non_finite_weights
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.finite_check import finite_weights, named_weights, not_finite
 from fairlead_distributed.run.session import RunSession
-from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.gradients import SCALED, GradientWatch
 from fairlead_runs.data_ranks import replicas_of
 from fairlead_runs.waiting import ranks_text
@@ -28,8 +27,7 @@ Gradient = tuple[str, int, bool]
 """The first weight whose gradient is no number, since which step, and whether this rank's own batch has made it so."""
 
 
-@compat.only_its_own_batch_hooks
-class Finite(L.Callback):
+class Finite:
     """Counts the batches in a row whose loss is not finite, `most` of which end the run; None: it goes on.
 
     A gradient that is not finite is said with its weight, its step and the ranks whose batch it comes from.
@@ -59,19 +57,17 @@ class Finite(L.Callback):
         self._said_in = self._gradient_said_in = -1
         self._gradient = ""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_starts(self, trainer: L.Trainer) -> None:
         """The weights are where they stay."""
         batches, _ = replicas_of(trainer.strategy, trainer.world_size)
-        self._gradients.begin(pl_module, several_batches=batches > 1)
+        self._gradients.begin(trainer.lightning_module, several_batches=batches > 1)
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def before_optimizer_step(self, trainer: L.Trainer) -> None:
         """The gradients are unscaled, and not clipped yet."""
         due = (self._batches + 1) % max(1, vars(trainer)["log_every_n_steps"]) == 0
         self._gradients.look(trainer.global_step, at_all=due)
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+    def before_backward(self, trainer: L.Trainer, loss: Tensor) -> None:
         """The weights are those that the loss was computed with."""
         self._step = trainer.global_step
         if loss.device.type != "cpu":
@@ -80,12 +76,10 @@ class Finite(L.Callback):
                 self._row = self._since = torch.zeros((), dtype=torch.long, device=loss.device)
         elif not (math.isfinite(loss.item()) if loss.numel() == 1 else loss.isfinite().all()):
             self._now = True
-            if self._weights is None and (names := non_finite_weights(pl_module)):
+            if self._weights is None and (names := non_finite_weights(trainer.lightning_module)):
                 self._weights = f"{named_weights(names)} before it"
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def after_batch(self, trainer: L.Trainer) -> None:
         """Counts, and looks where it is time."""
         now, self._now = self._now, False
         self._batches += 1
@@ -100,7 +94,7 @@ class Finite(L.Callback):
             self._since = self._since if self._row else self._step
             self._row += 1
             if self._weights is None:
-                found = named_weights(non_finite_weights(pl_module))
+                found = named_weights(non_finite_weights(trainer.lightning_module))
                 self._weights = f"the weights were finite before it; after it, {found}"
         alone = trainer.world_size == 1 and not isinstance(self._row, Tensor)
         if alone or self._batches % max(1, vars(trainer)["log_every_n_steps"]) == 0:
@@ -158,7 +152,7 @@ class Finite(L.Callback):
     def _with_gradient(self, why: str) -> str:
         return f"{why}; {self._gradient}" if self._gradient else why
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_ends(self, trainer: L.Trainer) -> None:
         """A training whose weights are no numbers has not finished, however few its steps were."""
         self._gradients.begin(None)
         self.check_weights(trainer)

@@ -13,7 +13,6 @@ from fairlead_distributed import replicated_tensors
 from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
 from fairlead_distributed.run.session import RunSession
-from fairlead_lightning import compat
 
 _FIX: Final = (
     "A buffer that differs on purpose: trainer.local_buffers: [its name]. Replicas that differ on purpose:\n"
@@ -21,8 +20,7 @@ _FIX: Final = (
 )
 
 
-@compat.only_its_own_batch_hooks
-class Replicas(L.Callback):
+class Replicas:
     """Has a `ReplicaCheck` compare parameters, buffers and optimizer state of all ranks.
 
     Args:
@@ -46,7 +44,7 @@ class Replicas(L.Callback):
         """A fit of this run begins."""
         self._session = session
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_starts(self, trainer: L.Trainer) -> None:
         """What of the model is the same on all ranks depends on how it is split."""
         if self._session is not None:
             self.check.begin(self._session)
@@ -61,7 +59,7 @@ class Replicas(L.Callback):
                 fix="leave it out, or use strategy: ddp or fsdp2",
             )
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def after_batch(self, trainer: L.Trainer) -> None:
         """Compares after the first step of this start, and every `steps`."""
         step, seen = trainer.global_step, self._seen
         if self._parts is None or step == seen:
@@ -70,10 +68,6 @@ class Replicas(L.Callback):
         if self._first or (self.steps is not None and step // self.steps > seen // self.steps):
             self._first = False
             self.compare(trainer)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compares what the fit has made."""
-        self.compare(trainer)
 
     def compare(self, trainer: L.Trainer) -> None:
         """A RunFailedError, the same on all ranks, which call it together, where they do not hold the same."""

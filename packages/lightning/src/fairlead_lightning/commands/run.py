@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
             leave_to_rank_0(error, int(resolution.value("global_rank")))
         raise
     if not evaluates:
-        with trainer.parts.stuck.final():
+        with trainer.fit_callback.stuck.final():
             trainer.fit(model, datamodule=data)
     else:
         _evaluate(arguments, session, job, trainer, model, data)

@@ -17,7 +17,6 @@ from fairlead_lightning.compat.epochs import batches_of_epoch as batches_of_epoc
 from fairlead_lightning.compat.epochs import end_epoch_here as end_epoch_here
 from fairlead_lightning.compat.epochs import is_last_batch as is_last_batch
 from fairlead_lightning.compat.epochs import limit_epoch as limit_epoch
-from fairlead_lightning.compat.epochs import watch_epochs as watch_epochs
 from fairlead_lightning.compat.loaders import ends_with_longest as ends_with_longest
 from fairlead_lightning.compat.loaders import evaluation_loaders as evaluation_loaders
 from fairlead_lightning.compat.loaders import sharded as sharded

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Timer
 
+from fairlead_lightning.compat.epochs import end_epoch_here, has_none_left
+
 
 def begin_next_epoch(trainer: L.Trainer) -> None:
     """Called from `on_train_start` of a fit that was restored from between two epochs: begins the next one.
@@ -31,8 +33,11 @@ def as_if_never_restored(trainer: L.Trainer) -> None:
     trainer.fit_loop.on_iteration_done()  # its setter would make `restarting` True again
 
 
-def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
-    """Calls an `ExactResume` where hooks come too early or late, on all ranks alike; returns what ends it."""
+def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Callable[[], None]:
+    """Calls an `ExactResume` and the callback of a fit where hooks come too early or late, on all ranks alike.
+
+    Returns what ends it.
+    """
     fit: Any = trainer.fit_loop
     epoch: Any = trainer.fit_loop.epoch_loop
     start, begin, end, setup = fit.on_advance_start, epoch.on_run_start, epoch.on_advance_end, fit.setup_data
@@ -43,7 +48,7 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
 
     def run() -> None:
         """Loaders that `estimated_stepping_batches` made before anything was restored begin with a first batch."""
-        if watcher.goes_on or fit.restarting:
+        if exact.goes_on or fit.restarting:
             fit._combined_loader = None
         run_whole()
 
@@ -51,7 +56,7 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
         if is_trial() or (validation._combined_loader is not None and not validation._should_reload_val_dl):
             ask()
             return
-        asking = watcher.asking_for_validation(trainer)
+        asking = exact.asking_for_validation(trainer)
         if asking is not None:
             with asking:
                 ask()
@@ -59,44 +64,48 @@ def watch_boundaries(trainer: L.Trainer, watcher: Any) -> Callable[[], None]:
     def setup_data() -> None:
         known = fit._combined_loader
         if known is None or fit._should_reload_train_dl:
-            asked = watcher.before_loaders(trainer, again=known is not None)
+            asked = exact.before_loaders(trainer, again=known is not None)
             # `trainer.training` does not tell: Lightning's batch-size finder asks for those of the validation in it.
-            watcher.for_training = True
+            exact.for_training = True
             try:
                 with as_at(trainer, asked):
                     setup()
             finally:
-                watcher.for_training = False
+                exact.for_training = False
             if asked is not None:
                 fit._last_train_dl_reload_epoch = asked[0]
+            if fit._combined_loader is not known:
+                fit_callback.loaders_made(trainer)
 
     def is_trial() -> bool:
         """Lightning's finders (learning rate, batch size) train without callbacks, and take all of it back."""
-        return watcher not in vars(trainer)["callbacks"]
+        return fit_callback not in vars(trainer)["callbacks"]
 
     def on_advance_start() -> None:
         if not is_trial():
-            watcher.before_epoch(trainer)
+            fit_callback.before_epoch(trainer)
         start()
 
     def on_run_start(data_fetcher: Any) -> None:
         begin(data_fetcher)
-        due = watcher.going_on(trainer) if epoch.restarting else None
+        due = exact.going_on(trainer) if epoch.restarting else None
         if due is not None:
             as_if_never_restored(trainer)  # everything is as it was at the boundary, its plateau schedules too
         if due:
             finish(data_fetcher)
+        if fit_callback.is_over(has_none_left(data_fetcher)):
+            end_epoch_here(trainer)
 
     def on_advance_end(data_fetcher: Any) -> None:
         if is_trial():
             end(data_fetcher)
             return
-        watcher.after_batch(trainer, bool(epoch._should_check_val_fx(data_fetcher)))
+        fit_callback.after_batch(trainer, bool(epoch._should_check_val_fx(data_fetcher)))
         finish(data_fetcher)
 
     def finish(data_fetcher: Any) -> None:
         end(data_fetcher)
-        watcher.after_validation(trainer)
+        fit_callback.after_validation(trainer)
 
     fit.run = run
     fit.on_advance_start = on_advance_start

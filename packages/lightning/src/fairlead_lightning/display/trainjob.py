@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from fairlead_lightning import compat
 from fairlead_lightning.display.progress import position
 from fairlead_lightning.metrics.metrics_logger import MetricsLogger
 from fairlead_runs.trainjob import StatusServer, TrainJobStatus
 
 
-@compat.only_its_own_batch_hooks
-class TrainJobProgress(L.Callback):
+class TrainJobProgress:
     """Tells Kubeflow's status server, on rank 0, how far the fit is.
 
     The metrics are those that were logged: they are on the host by then, and no step waits for the device.
@@ -26,34 +23,30 @@ class TrainJobProgress(L.Callback):
         self._say = say
         self._status: TrainJobStatus | None = None
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_starts(self, trainer: L.Trainer) -> None:
         """Training begins, or goes on."""
         if trainer.is_global_zero:
-            self._status = TrainJobStatus(self._server, step=position(trainer, pl_module)[0])
-            self._tell(trainer, pl_module, self._status)
+            self._status = TrainJobStatus(self._server, step=position(trainer, trainer.lightning_module)[0])
+            self._tell(trainer, self._status)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any) -> None:
+    def after_batch(self, trainer: L.Trainer) -> None:
         """Reports now and then."""
-        status = self._status
-        if status is not None and status.due():
-            self._tell(trainer, pl_module, status)
+        if self._status is not None and self._status.due():
+            self._tell(trainer, self._status)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def finished(self, trainer: L.Trainer) -> None:
         """The limits of the job were reached."""
         if self._status is not None:
-            self._tell(trainer, pl_module, self._status)
-            self._close(finished=True)
+            self._tell(trainer, self._status)
+            self.close(finished=True)
 
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        """The fit was stopped, or failed: what was told last stays."""
-        self._close(finished=False)
-
-    def _tell(self, trainer: L.Trainer, pl_module: L.LightningModule, status: TrainJobStatus) -> None:
+    def _tell(self, trainer: L.Trainer, status: TrainJobStatus) -> None:
         file = next((one for one in trainer.loggers if isinstance(one, MetricsLogger)), None)
-        status.tell(*position(trainer, pl_module), {} if file is None else file.newest)
+        status.tell(*position(trainer, trainer.lightning_module), {} if file is None else file.newest)
         self._warn(status)
 
-    def _close(self, *, finished: bool) -> None:
+    def close(self, *, finished: bool) -> None:
+        """The fit is over; where it was stopped or has failed, what was told last stays."""
         status, self._status = self._status, None
         if status is not None:
             status.close(finished=finished)

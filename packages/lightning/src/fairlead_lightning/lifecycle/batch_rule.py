@@ -27,7 +27,7 @@ _DO_NOT_GO_TOGETHER: Final = {
 }
 
 
-class BatchRule(L.Callback):
+class BatchRule:
     """Has the learning rates follow the global batch, by the loaders that the training begins with.
 
     `total` is the global batch that the job asks for with `batch_size: global`; it is compared with what is seen.
@@ -43,7 +43,7 @@ class BatchRule(L.Callback):
         """A fit of this run begins."""
         self._session = session
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def apply(self, trainer: L.Trainer) -> None:
         """The loaders are there, and what a checkpoint holds of optimizers and schedules is restored."""
         config = self._resolution.trainer
         if config.base_batch_size is not None:

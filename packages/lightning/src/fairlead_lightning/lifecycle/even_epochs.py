@@ -17,8 +17,7 @@ from fairlead_lightning import compat
 from fairlead_runs.waiting import ranks_text
 
 
-@compat.only_its_own_batch_hooks
-class EvenEpochs(L.Callback):
+class EvenEpochs:
     """Every step has all ranks: an epoch ends with the last batch of the rank that has the fewest.
 
     Where all lengths are known that is agreed once, when the loaders are made. Where a loader is a stream without a
@@ -31,31 +30,26 @@ class EvenEpochs(L.Callback):
         self._asks = self._cut = False
         self._group: dist.ProcessGroup | None = None
         self._told = False
-        self._undo: Callable[[], None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        """Spawned ranks begin with `setup`."""
-        return {**self.__dict__, "_group": None, "_undo": _nothing}
+        """Spawned ranks make their own group."""
+        return {**self.__dict__, "_group": None}
 
     def begin(self, session: RunSession) -> None:
         """A fit of this run begins."""
         self._session, self._told = session, False
+        self._asks = self._cut = False
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The ranks are connected; no loader is made yet."""
-        self._undo()
-        self._asks, self._cut, self._undo = False, False, _nothing
-        if stage == "fit" and trainer.world_size > 1 and dist.is_initialized():
-            self._undo = compat.watch_epochs(trainer, lambda: self._compare(trainer), self._begins)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Leaves the trainer as it was."""
-        self._undo()
+    def end(self) -> None:
+        """The fit is over."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-        self._undo, self._group = _nothing, None
+        self._group, self._asks, self._cut = None, False, False
 
-    def _compare(self, trainer: L.Trainer) -> None:
+    def loaders_made(self, trainer: L.Trainer) -> None:
+        """Compares their lengths; a collective."""
+        if trainer.world_size == 1 or not dist.is_initialized():
+            return
         found = gather_objects(compat.batches_of_epoch(trainer))
         known = [batches for batches in found if batches is not None]
         empty = [rank for rank, batches in enumerate(found) if batches == 0]
@@ -75,10 +69,11 @@ class EvenEpochs(L.Callback):
             few = [rank for rank, batches in enumerate(known) if batches == fewest]
             self._tell(trainer, f"{ranks_text(few)} has {fewest} training batches, others up to {most}")
 
-    def _begins(self, empty: bool) -> bool:
+    def is_over(self, empty: bool) -> bool:
+        """Whether no epoch can begin here; `empty`: this rank has no batch for it."""
         return self._asks and self._count(empty) > 0
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def before_batch(self, trainer: L.Trainer) -> None:
         """Before the step, since accumulated gradients and schedules go by whether it is the epoch's last one."""
         if not (self._asks or self._cut):
             return
@@ -113,7 +108,3 @@ class EvenEpochs(L.Callback):
             self._session.event(finding.code, what=finding.what)
         if trainer.is_global_zero:
             self._say(str(finding))
-
-
-def _nothing() -> None:
-    """There is nothing to undo."""

@@ -20,7 +20,6 @@ from fairlead.errors import RunFailedError, did_you_mean
 from fairlead.findings import Finding
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import RunSession
-from fairlead_lightning import compat
 from fairlead_lightning.lifecycle.intervals import never_due
 from fairlead_runs.waiting import listed
 
@@ -43,11 +42,10 @@ class _Monitor:
     needed: str  # "now": an epoch without it is an error; "once": the training without it; "no": a warning
 
 
-@compat.only_its_own_batch_hooks
-class Monitors(L.Callback):
+class Monitors:
     """Compares what is monitored with what is logged, when an epoch and the validations that belong to it are over.
 
-    Its place is behind what saves: a training that ends here has saved what it has trained.
+    It is asked after what saves: a training that ends here has saved what it has trained.
 
     Args:
         checkpoint: `trainer.checkpoint`, where checkpoints are written.
@@ -66,7 +64,7 @@ class Monitors(L.Callback):
         self._validated = False
         self._epochs = 0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_starts(self, trainer: L.Trainer) -> None:
         """The callbacks and the schedules of this fit are known."""
         trial = vars(trainer).get("fast_dev_run")  # Lightning declares none
         self._waiting = None if trial else list(dict.fromkeys(self._monitors(trainer)))
@@ -78,11 +76,11 @@ class Monitors(L.Callback):
         for finding in [] if trial else never_due(trainer):
             self._found(trainer, finding)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def validation_ends(self, trainer: L.Trainer) -> None:
         """One that is not the check before the training."""
         self._validated = self._validated or not trainer.sanity_checking
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def epoch_starts(self, trainer: L.Trainer) -> None:
         """The epoch before has logged all that it will, and is saved."""
         if self._epochs:
             self._compare(trainer, over=False)
@@ -91,7 +89,7 @@ class Monitors(L.Callback):
             self._look_for_steps(trainer)
         self._epochs += 1
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_ends(self, trainer: L.Trainer) -> None:
         """The last epoch is over, and saved."""
         if self._epochs:
             self._compare(trainer, over=True)

@@ -16,57 +16,25 @@ from fairlead_lightning.lifecycle.stops import Stops
 from fairlead_runs.describe import NO_CHECKPOINT
 
 
-@compat.only_its_own_batch_hooks
-class Recorder(L.Callback):
+class Recorder:
     """Writes the history and this rank's heartbeat; it changes nothing about the training."""
 
-    def __init__(self, session: RunSession, stops: Stops | None = None) -> None:
+    def __init__(self, session: RunSession, stops: Stops) -> None:
         self.session = session
         self._stops = stops
 
-    def _beat(self, trainer: L.Trainer, phase: str) -> None:
+    def beat(self, trainer: L.Trainer, phase: str) -> None:
+        """What this rank is at from now on."""
         self.session.beat(phase, trainer.global_step)
-        if self._stops is not None:
-            self._stops.at(phase)
+        self._stops.at(phase)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def connected(self, trainer: L.Trainer) -> None:
         """The process group is there; the data are being prepared."""
         leave_at_exit()
         self.session.join(trainer.global_rank, trainer.local_rank, trainer.node_rank)
-        self._beat(trainer, "setup")
+        self.beat(trainer, "setup")
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The model is there and its weights are loaded; the state of the loops comes next."""
-        self._beat(trainer, "restore")
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The first epoch is next."""
-        self.session.begin(step=trainer.global_step, epoch=trainer.current_epoch)
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The loaders' workers start, and the first batch is waited for."""
-        self._beat(trainer, "first-batch")
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """A save is over."""
-        if self.session.phase == "save":
-            self._beat(trainer, "train")
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """One more batch, or back from a validation."""
-        self._beat(trainer, "train")
-
-    on_validation_end = on_train_batch_end
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Validation, or the sanity check before training."""
-        self._beat(trainer, "sanity" if trainer.sanity_checking else "validate")
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is being written, until the next batch."""
-        self._beat(trainer, "save")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def epoch_ends(self, trainer: L.Trainer) -> None:
         """Lightning counts an epoch without a batch, and would call a run finished that has trained nothing more."""
         batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         skipped = batches.started < batches.ready == batches.processed  # `on_train_batch_start` has returned -1
@@ -84,19 +52,18 @@ class Recorder(L.Callback):
                 "one with a state_dict, also in the state behind its last batch",
             )
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def left_by(self, trainer: L.Trainer, exception: BaseException) -> None:
         """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""
         if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
             return
-        if self._stops is not None:
-            self._stops.left_by(exception)
+        self._stops.left_by(exception)
         pressed = isinstance(exception, KeyboardInterrupt)
         if pressed:
             newest = newest_text(self.session.path)
             exception.add_note(f"{newest}; the same command resumes from there" if newest else NO_CHECKPOINT)
         self.session.raised(exception, trainer.global_step, stopped=pressed)
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def fit_ends(self, trainer: L.Trainer) -> None:
         """The limits of the job were reached, and the last checkpoint is durable."""
         reason = compat.why_over(trainer)
         if reason is None:

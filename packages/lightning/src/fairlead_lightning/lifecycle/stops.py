@@ -28,8 +28,7 @@ _SHORT_S: Final = 5.0  # seconds that a signal may wait without a word about it
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
 
 
-@compat.only_its_own_batch_hooks
-class Stops(L.Callback):
+class Stops:
     """Has all ranks stop at the same step, saves there, and has the job started again.
 
     They may stop between two steps or epochs, at each batch of a validation that has as many on all ranks, and where a
@@ -129,7 +128,7 @@ class Stops(L.Callback):
 
         threading.Thread(target=run, name="fairlead-pass-on", daemon=True).start()
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def connected(self, trainer: L.Trainer) -> None:
         """The ranks are connected."""
         guard = self._ensure_guard()
         if not self._given and threading.current_thread() is threading.main_thread():
@@ -140,13 +139,9 @@ class Stops(L.Callback):
         guard.start()
         if self._session is not None and trainer.world_size in (1, get_world_size()):
             guard.watch_switches(self._session.path, self._session.event)
-        self._boundary(trainer)
+        self.boundary(trainer)
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The model is there, a checkpoint is loaded."""
-        self._boundary(trainer)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_starts(self, trainer: L.Trainer) -> None:
         """All libraries had their chance to take the signals over."""
         self._step = trainer.global_step  # known from here on; `after_batch` keeps it
         if self._guard is None or self._session is None:
@@ -177,7 +172,7 @@ class Stops(L.Callback):
         self._ending.prepare()
 
     def at(self, phase: str) -> None:
-        """What this rank is at from now on, as in its heartbeat; for how long a signal would have waited there."""
+        """Notes what this rank is at from now on, as in its heartbeat, and so how long a signal waits there."""
         if self._guard is not None:
             self._guard.waits.at(phase)
 
@@ -187,21 +182,17 @@ class Stops(L.Callback):
             inner = loader.loader if isinstance(loader, StatefulLoader) else loader
             protect_workers(inner, self._guard.in_worker)
 
-    def before_epoch(self, trainer: L.Trainer) -> None:
-        """Nothing of the next epoch has begun."""
-        self._boundary(trainer, between_epochs=True)
-
     def after_batch(self, trainer: L.Trainer) -> None:
         """A batch is done; between the micro-batches of one step of Lightning's nothing can be saved."""
         step = trainer.global_step
         if step != self._step or not trainer.lightning_module.automatic_optimization:
             self._step = step
-            self._boundary(trainer)
+            self.boundary(trainer)
             if self._save_due and self._saves is not None:
                 self._save_due = False
                 self._saves.save_asked(trainer)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def validation_starts(self, trainer: L.Trainer) -> None:
         """Whether the batches of this validation are places where all ranks come by equally often."""
         if self._guard is None:
             return
@@ -209,12 +200,16 @@ class Stops(L.Callback):
         same = bool(trainer.strategy.broadcast(batches) == batches) and math.inf not in batches
         self._equal_validation = trainer.strategy.reduce_boolean_decision(same)
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """In the middle of a validation, or of the sanity check; none between the micro-batches of a step."""
-        if self._equal_validation and not (self._saves is not None and self._saves.exact.in_window(trainer)):
-            self._boundary(trainer)
+    def after_validation_batch(self, trainer: L.Trainer) -> None:
+        """In the middle of a validation, or of the sanity check."""
+        if self._equal_validation:
+            self.boundary(trainer)
 
-    def _boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:
+    def boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:
+        """A place to which all ranks come equally often: stops here where all have agreed to.
+
+        `between_epochs`: nothing of the next epoch has begun.
+        """
         guard, session = self._guard, self._session
         if guard is None or session is None:
             return
@@ -237,14 +232,13 @@ class Stops(L.Callback):
             self.end_if_lost(error)
             requested.failure = error
         if compat.is_spawned(trainer):
-            # In a spawned rank Lightning calls nobody's `on_exception`.
-            self.on_exception(trainer, trainer.lightning_module, requested)
+            self.carry_out(requested)  # in a spawned rank Lightning calls nobody's `on_exception`
         raise requested
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def carry_out(self, requested: StopRequested) -> None:
         """Lightning has left its loops, and other callbacks have had their say."""
-        if isinstance(exception, StopRequested) and self._ending is not None:
-            self._ending.end(exception)
+        if self._ending is not None:
+            self._ending.end(requested)
 
     def end_if_lost(self, exception: BaseException) -> None:
         """Ends this process where a rank has gone while all were stopping: the newest complete checkpoint counts."""

@@ -12,11 +12,9 @@ from fairlead_distributed.info import get_world_size
 from fairlead_distributed.run.failure_watch import FailureWatch
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.stuck import GRACE
-from fairlead_lightning import compat
 
 
-@compat.only_its_own_batch_hooks
-class StuckRanks(FailureWatch, L.Callback):
+class StuckRanks(FailureWatch):
     """Watches a fit from the moment that its ranks are connected."""
 
     def __init__(
@@ -31,7 +29,7 @@ class StuckRanks(FailureWatch, L.Callback):
         if here and trainer.world_size in (1, get_world_size()):
             self._watch_fit(trainer, session)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def connected(self, trainer: L.Trainer) -> None:
         """The ranks are connected, also those that Lightning has started."""
         if self._session is not None and self._watch is None:
             self._watch_fit(trainer, self._session)
@@ -44,14 +42,6 @@ class StuckRanks(FailureWatch, L.Callback):
             return trainer.current_epoch, loop.batch_progress.total.ready, validated, trainer.state.stage
 
         self.watch(session, trainer.global_rank, trainer.local_rank, progress)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The fit is left."""
-        self.left_by(exception)
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Everything is done."""
-        self.close()
 
     def left_by(self, exception: BaseException | None) -> None:
         """The fit is left; Lightning's own exception of a signal is a stop."""

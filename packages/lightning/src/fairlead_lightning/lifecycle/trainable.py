@@ -15,12 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead_distributed._sharded import is_fully_sharded
-from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.replicas import flattens
 
 
-@compat.only_its_own_batch_hooks
-class Trainable(L.Callback):
+class Trainable:
     """Watches which parameters need gradients, before each forward pass of a training in several ranks.
 
     DDP registers the parameters to average when it is built: one that is unfrozen later, by a schedule of fine-tuning
@@ -39,12 +37,12 @@ class Trainable(L.Callback):
         self._undo: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Spawned ranks begin with `setup`."""
+        """Spawned ranks begin anew."""
         return {**self.__dict__, "_parameters": [], "_undo": None}
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def fit_starts(self, trainer: L.Trainer) -> None:
         """The strategy is set up."""
-        self._leave()
+        self.end()
         if trainer.world_size == 1:
             return
         schedules = [one for one in vars(trainer)["callbacks"] if isinstance(one, BaseFinetuning)]
@@ -76,19 +74,13 @@ class Trainable(L.Callback):
             attributes["optimizer_state"] = optimizer_state
         self._undo = partial(_drop, attributes, ("training_step", "optimizer_state"))
 
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As behind a validation."""
-        _reshard(pl_module)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forward passes alone leave FSDP2's outermost parameters gathered; hooks look for those of the optimizer."""
-        _reshard(pl_module)
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def end(self) -> None:
         """Leaves the strategy as it was."""
-        self._leave()
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
 
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def after_backward(self, trainer: L.Trainer) -> None:
         """A change inside of `training_step` is too late: DDP had begun its pass."""
         if self._undo is not None and isinstance(trainer.strategy.model, DistributedDataParallel):
             changed = self._flags_changed()
@@ -147,18 +139,14 @@ class Trainable(L.Callback):
             )
         self._look(trainer)
 
-    def _leave(self) -> None:
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
-
 
 def _drop(attributes: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         attributes.pop(name, None)
 
 
-def _reshard(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> None:
+    """Forward passes alone leave FSDP2's outermost parameters gathered; hooks look for those of the optimizer."""
     for part in module.modules():
         if is_fully_sharded(part):
             part.reshard()

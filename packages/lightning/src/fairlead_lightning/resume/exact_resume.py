@@ -39,8 +39,7 @@ Where = Literal["between", "batch", "done", "cut"]
 _SEED: Final = "PL_GLOBAL_SEED"  # Lightning's seed_everything leaves it
 
 
-@compat.only_its_own_batch_hooks
-class ExactResume(L.Callback):
+class ExactResume:
     """Makes loaders ready, restores what Lightning does not, and says where a checkpoint can be written.
 
     Attached to every fit, validation and test; what it saves and restores belongs to fits with a run directory.
@@ -61,8 +60,8 @@ class ExactResume(L.Callback):
         self._same_ranks = True
         self._say = say
         self._session: RunSession | None = None
-        self._saves: Any = None  # the run's `Checkpoints`: its module imports this one
-        self._stops: Any = None  # its `Stops`, for the same reason
+        self._made: Callable[[object], None] = _nothing
+        self._restored: Callable[[Mapping[str, Any]], None] = _nothing
         self._record: tuple[Path, str] | None = None
         self.loaders: Loaders | None = None
         self.where: Where | None = None
@@ -85,9 +84,17 @@ class ExactResume(L.Callback):
         anew: dict[str, Any] = {"_trainer": None, "loaders": None, "_undo": [], "_users": Users(), "_configured": None}
         return {**self.__dict__, **anew, "_environ": dict(self._environ)}
 
-    def begin(self, session: RunSession, saves: Any, stops: Any) -> None:
-        """A fit of this run begins; `saves` writes its checkpoints and `stops` may end it early, if given."""
-        self._session, self._saves, self._stops = session, saves, stops
+    def begin(
+        self,
+        session: RunSession,
+        made: Callable[[object], None],
+        restored: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """A fit of this run begins.
+
+        `made` is given each loader that is ready; `restored` what this rank has saved, once that is there again.
+        """
+        self._session, self._made, self._restored = session, made, restored
         self._record = session.path / "starts" / str(session.start), session.job_digest
 
     def begin_trial(self, start: Path, digest: str) -> None:
@@ -96,12 +103,13 @@ class ExactResume(L.Callback):
 
     def end(self) -> None:
         """The fit is over; what comes after it is none of that run's."""
-        self._session = self._saves = self._stops = self._record = None
-        self._leave()
+        self._session = self._record = None
+        self._made = self._restored = _nothing
+        self.leave()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before Lightning asks for the loaders; the ranks are connected."""
-        self._leave()
+        self.leave()
         self._trainer, self.where, self._state, self._validating = trainer, None, None, None
         self._asked = AskedLoaders()
         session = self._session if stage == "fit" else None
@@ -133,8 +141,6 @@ class ExactResume(L.Callback):
             saved=saved,
             same_ranks=self._same_ranks,
         )
-        if stage == "fit":
-            self._undo.append(compat.watch_boundaries(trainer, self))
         if session is not None:
             self._undo.append(compat.count_steps(trainer, lambda: self._tell_uncounted(trainer)))
         if self.goes_on and stage == "fit":
@@ -154,7 +160,7 @@ class ExactResume(L.Callback):
             )
             (self._say or trainer.print)(str(finding))
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def fit_starts(self, trainer: L.Trainer) -> None:
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
         if self._state is not None and self._state["where"] in ("between", "cut"):
             trainer.should_stop = self._state["should_stop"]  # Lightning looks at it before its loops begin
@@ -173,7 +179,7 @@ class ExactResume(L.Callback):
             kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
             self._in_order = register_exact_reduction(model, auto=True) or trainer.world_size <= 2 or kept
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def training_starts(self, trainer: L.Trainer) -> None:
         """The loaders were seen: says and writes down what has changed, and whether a resume is exact."""
         if trainer.is_global_zero and self._configured is not None and self._session is not None:
             changes = self._configured.changes(trainer, self._session)
@@ -211,26 +217,23 @@ class ExactResume(L.Callback):
         assert self.loaders is not None
         return frozenset({*self._users.reasons(), *self.loaders.reasons, *self.loaders.replayed.values(), None})
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def fit_ends(self, trainer: L.Trainer) -> None:
         """Nothing was left to train: what comes after the fit finds what it would have found."""
         if self._state is not None:
             self._restore(trainer)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Leaves the trainer as it was."""
-        self._leave()
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    @staticmethod
+    def correct(checkpoint: dict[str, Any]) -> None:
         """Lightning's own place for loaders has rank 0's for all, and plain Lightning could not read ours there."""
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         with_plain_numbers(checkpoint)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """A state that is not whole is not saved."""
+    def left(self, trainer: L.Trainer) -> None:
+        """An exception has left the fit: a state that is not whole is not saved."""
         if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
             self.where = "between"  # Lightning stops behind an epoch, too
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def before_batch(self, trainer: L.Trainer) -> None:
         """From here on the state is not whole."""
         self.where, self._step = None, trainer.global_step
         if self.goes_on and self.loaders is not None:
@@ -245,8 +248,7 @@ class ExactResume(L.Callback):
         def process_dataloader(loader: object) -> object:
             assert self.loaders is not None
             ready = self.loaders.prepare(loader, training=self.for_training)
-            if self._stops is not None:
-                self._stops.keep_workers(ready)
+            self._made(ready)
             return process(ready)
 
         attributes["process_dataloader"] = process_dataloader
@@ -277,11 +279,6 @@ class ExactResume(L.Callback):
         if self._state is not None and compat.training_place(trainer)[1] == 0:
             self._restore(trainer)
             compat.as_if_never_restored(trainer)
-        with self.at("between"):
-            if self._saves is not None:
-                self._saves.before_epoch(trainer)
-            if self._stops is not None:
-                self._stops.before_epoch(trainer)
 
     def going_on(self, trainer: L.Trainer) -> bool | None:
         """A fit goes on inside an epoch: whether the end of its last batch is due (a validation, plateau schedules).
@@ -309,17 +306,9 @@ class ExactResume(L.Callback):
         self.loaders.validation_asked()
         return self._asked.validation(trainer)
 
-    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
-        """A batch is trained on and logged; the validation after it has not begun."""
-        self.where = "batch"
-        if self._saves is not None:
-            self._saves.after_batch(trainer, validation_due)
-        if self._stops is not None:
-            self._stops.after_batch(trainer)
-        if self._saves is not None and validation_due:
-            # A stop in the middle of the validation saves the state before it.
-            self._validating = apply_to_collection(self.capture(trainer), torch.Tensor, torch.clone)
-        self.where = None
+    def hold(self, trainer: L.Trainer) -> None:
+        """A validation is next: a stop in the middle of it saves the state before it."""
+        self._validating = apply_to_collection(self.capture(trainer), torch.Tensor, torch.clone)
 
     def in_window(self, trainer: L.Trainer) -> bool:
         """Whether the last batch ended without an optimizer step: its gradients wait for those of the next.
@@ -328,11 +317,9 @@ class ExactResume(L.Callback):
         """
         return trainer.lightning_module.automatic_optimization and trainer.global_step == self._step
 
-    def after_validation(self, trainer: L.Trainer) -> None:
+    def after_validation(self) -> None:
         """Everything that belongs to a batch is done."""
         self.where, self._validating = "done", None
-        if self._saves is not None:
-            self._saves.after_validation(trainer)
 
     def capture(self, trainer: L.Trainer) -> dict[str, Any]:
         """This rank's part of a checkpoint."""
@@ -362,8 +349,7 @@ class ExactResume(L.Callback):
             if state["where"] in ("batch", "done"):
                 compat.resume_averaging(trainer)
             rank_state.restore(trainer, state)
-            if self._saves is not None:
-                self._saves.restored(state)
+            self._restored(state)
 
     def _common_seed(self, saved: Mapping[str, Any] | None) -> int:
         if saved is not None:
@@ -371,7 +357,12 @@ class ExactResume(L.Callback):
         seed = self._environ.get(_SEED) if self.seed is None else self.seed
         return int(broadcast_object(seed if seed is not None else torch.initial_seed()))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Leaves the trainer as it was."""
         for undo in self._undo:
             undo()
         self._undo = []
+
+
+def _nothing(_: object) -> None:
+    """Nobody is to be told."""

@@ -15,7 +15,7 @@ from fairlead.user_code import CodeRoot
 from fairlead_distributed.threads import use_threads
 from fairlead_lightning.build import trainer_arguments
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
-from fairlead_lightning.module_reduce import ModuleReduce
+from fairlead_lightning.module_reduce import lend_all_reduce
 
 
 class JobBuild:
@@ -46,10 +46,15 @@ class JobBuild:
         arguments: dict[str, Any] = trainer_arguments(self._context, self._root)
         # Nothing is saved, and the precision is this training's.
         arguments["plugins"] = [one for one in arguments["plugins"] if not isinstance(one, CheckpointIO | Precision)]
-        arguments["callbacks"] = [ModuleReduce(), *arguments["callbacks"], *callbacks]
+        arguments["callbacks"] = [_AllReduce(), *arguments["callbacks"], *callbacks]
         arguments |= {"precision": precision, "accumulate_grad_batches": accumulate, "max_steps": steps}
         arguments |= {"max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": False}
         return L.Trainer(**arguments)
+
+
+class _AllReduce(L.Callback):
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        lend_all_reduce(pl_module)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -1,0 +1,477 @@
+"""The translation for Lightning: what its hooks mean to a run, in the order in which everything is done.
+
+Lightning calls `FitCallback` before the user's callbacks and `LastCallback` behind them; what happens between two steps
+`compat.watch_boundaries` calls, as no hook comes there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import lightning.pytorch as L
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from fairlead.config import CheckpointConfig, JobConfig
+from fairlead.findings import Inexact
+from fairlead.interfaces import BuildContext
+from fairlead_distributed.run.sample_check import SampleCheck
+from fairlead_distributed.run.session import RunSession
+from fairlead_launch.reports import REPORT_FD
+from fairlead_lightning import compat
+from fairlead_lightning.checkpoint.checkpoints import Checkpoints
+from fairlead_lightning.checkpoint.finite import Finite
+from fairlead_lightning.checkpoint.replicas import Replicas
+from fairlead_lightning.display.model_summary import leave_out_zeros
+from fairlead_lightning.display.quiet import only_rank_0_warns
+from fairlead_lightning.display.trainjob import TrainJobProgress
+from fairlead_lightning.fit import callbacks_of, trains_here
+from fairlead_lightning.lifecycle.batch_rule import BatchRule
+from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
+from fairlead_lightning.lifecycle.monitors import Monitors
+from fairlead_lightning.lifecycle.recorder import Recorder
+from fairlead_lightning.lifecycle.stopping import StopRequested
+from fairlead_lightning.lifecycle.stops import Stops
+from fairlead_lightning.lifecycle.stuck import StuckRanks
+from fairlead_lightning.lifecycle.trainable import Trainable, reshard
+from fairlead_lightning.module_reduce import lend_all_reduce, take_all_reduce_back
+from fairlead_lightning.resume.averages import AverageOverRanks
+from fairlead_lightning.resume.exact_resume import ExactResume
+from fairlead_lightning.resume.rank_state import data_rank
+from fairlead_runs.batch_size import global_batch
+from fairlead_runs.guard import StopGuard
+from fairlead_runs.lasting_output import give_output_back, keep_output
+from fairlead_runs.trainjob import StatusServer
+
+
+@compat.only_its_own_batch_hooks
+class FitCallback(L.Callback):
+    """Fairlead's part of one fit after another, and of the evaluations of the same Trainer.
+
+    Without a run (an evaluation, a `fast_dev_run`) it prepares loaders and sees to the learning rates. A finished run
+    is restored besides. In one that trains, everything is watched, recorded and saved.
+
+    Args:
+        context: What the settings are resolved to here.
+        say: Prints on rank 0; None: as each part does by itself.
+        seed: The seed of the job.
+        inexact: What of the settings keeps a resume from being exact; None: found in the script's Trainer.
+        guard: What stops a fit, with handlers that are installed already.
+        job: The job, where there is one.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        say: Callable[[str], None] | None = None,
+        seed: int | None = None,
+        inexact: Sequence[Inexact] | None = None,
+        guard: StopGuard | None = None,
+        job: JobConfig | None = None,
+    ) -> None:
+        resolution, environ = context.resolution, context.environ
+        config = resolution.trainer
+        self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
+        self.stops = Stops(context, say, guard)
+        self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
+        self.averages = AverageOverRanks()  # a callback of its own: it has to be the first
+        self.last = LastCallback(self)
+        self._barebones = bool(config.barebones)
+        self._batch = BatchRule(resolution, say, global_batch(job, config))
+        self._even = EvenEpochs(say)
+        self._samples = SampleCheck(say or print, _SAMPLES) if config.check_samples else None
+        self._finite = Finite(config.max_non_finite, say)
+        self._trainable = Trainable(self.exact.reduce_in_order)
+        self._replicas = Replicas(config.on_divergence, config.check_divergence_every_n_steps, config.local_buffers)
+        server = StatusServer.of(environ)
+        self.trainjob = TrainJobProgress(server, say) if server is not None else None
+        self._resolution = resolution
+        self._say = say
+        self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
+        self._session: RunSession | None = None
+        self.recorder: Recorder | None = None
+        """What records this fit; None: it trains no run."""
+        self.monitors: Monitors | None = None
+        self.checkpoints: Checkpoints | None = None
+        self._loggers: list[Logger] = []
+        self._hides = False
+        self._undo: list[Callable[[], None]] = []
+        self._unwatch: Callable[[], None] = _nothing
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Spawned ranks begin with `setup`."""
+        return {**self.__dict__, "_undo": [], "_unwatch": _nothing}
+
+    def always(self) -> list[L.Callback]:
+        """What a Trainer of ours has from the beginning, before the user's callbacks."""
+        return [self] if self._barebones else [self.averages, self]
+
+    # -- one fit
+
+    def attach(
+        self,
+        trainer: L.Trainer,
+        session: RunSession,
+        config: CheckpointConfig | None,
+        loggers: Sequence[Logger] = (),
+    ) -> list[L.Callback]:
+        """A fit of this run begins: gives the trainer what belongs to it, and returns the callbacks among that.
+
+        Args:
+            trainer: Has the strategy already.
+            session: The run; of a finished one nothing is recorded.
+            config: When to save; None: never.
+            loggers: Those of the run.
+        """
+        keep_output()
+        self._session = session
+        self.checkpoints = Checkpoints(config, session, self.exact, self.check_state) if config is not None else None
+        if session.finished is None:
+            for part in (self._even, self._finite, self._replicas):
+                part.begin(session)
+            here = trains_here(self._resolution)
+            self.stuck.begin(trainer, session, here=here)
+            self.stops.begin(trainer, session, self.checkpoints, here=here)
+            self.monitors = Monitors(config, session, self._say)
+            self.recorder = Recorder(session, self.stops)
+        self._batch.begin(session)
+        self.exact.begin(session, self._loader_made, self._restored)
+        if session.resumed:  # its first start has given Lightning's advice
+            self._hides = _ADVICE not in warnings.filters
+            warnings.simplefilter("ignore", PossibleUserWarning)
+        if trainer.global_rank > 0 and not self._logged:
+            self._undo.append(only_rank_0_warns())
+        self._undo.append(compat.less_overhead(trainer))
+        leave_out_zeros(callbacks_of(trainer))
+        first: list[L.Callback] = [self.averages, self]
+        last: list[L.Callback] = [self.last, *([self.checkpoints] if self.checkpoints is not None else [])]
+        vars(trainer)["callbacks"] = [*first, *_of_others(trainer), *last]
+        self._loggers = list(loggers)
+        trainer.loggers = [*trainer.loggers, *loggers]
+        return [*first, *last]
+
+    def finalize(self) -> None:
+        """Closes the run's loggers, before they are detached."""
+        for logger in self._loggers:
+            logger.finalize("success")
+
+    def detach(self, trainer: L.Trainer, *, keep: bool = False) -> None:
+        """The fit is over: what comes after it writes nothing into the run directory.
+
+        `keep`: evaluations of the same trainer draw from the same loaders, and ask for the best checkpoint.
+        """
+        self.stops.end()
+        self.exact.end()
+        self._unwatch()
+        saved, self.checkpoints = self.checkpoints, None
+        self._session = self.recorder = self.monitors = None
+        if self._hides:
+            warnings.filters = [one for one in warnings.filters if one != _ADVICE]
+            self._hides = False
+        while self._undo:
+            self._undo.pop()()
+        give_output_back()
+        first = [self.averages, self] if keep else []
+        last = [saved] if keep and saved is not None else []
+        vars(trainer)["callbacks"] = [*first, *_of_others(trainer), *last]
+        trainer.loggers = [logger for logger in trainer.loggers if logger not in self._loggers]
+
+    def _loader_made(self, loader: object) -> None:
+        if self.recorder is not None:
+            self.stops.keep_workers(loader)
+
+    def _restored(self, state: Mapping[str, Any]) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.restored(state)
+
+    # -- between two steps
+
+    def before_epoch(self, trainer: L.Trainer) -> None:
+        """Nothing of the next epoch has begun, and all of the last one is over."""
+        self.exact.before_epoch(trainer)
+        with self.exact.at("between"):
+            if self.checkpoints is not None:
+                self.checkpoints.before_epoch(trainer)
+            self.stops.boundary(trainer, between_epochs=True)
+
+    def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
+        """A batch is trained on and logged; the validation behind it has not begun."""
+        self.exact.where = "batch"
+        if self.checkpoints is not None:
+            self.checkpoints.after_batch(trainer)
+        self.stops.after_batch(trainer)
+        if self.checkpoints is not None and validation_due:
+            self.exact.hold(trainer)
+        self.exact.where = None
+
+    def after_validation(self, trainer: L.Trainer) -> None:
+        """Everything that belongs to a batch is done."""
+        self.exact.after_validation()
+        if self.checkpoints is not None:
+            self.checkpoints.after_validation(trainer)
+
+    def loaders_made(self, trainer: L.Trainer) -> None:
+        """The training's loaders are there."""
+        if self.recorder is not None:
+            self._even.loaders_made(trainer)
+
+    def is_over(self, empty: bool) -> bool:
+        """Whether no batch comes where the next would; `empty`: this rank has none."""
+        return self.recorder is not None and self._even.is_over(empty)
+
+    def check_state(self, trainer: L.Trainer) -> bool:
+        """What is to be saved: raises where the replicas differ; whether all weights are finite."""
+        self._replicas.compare(trainer)
+        return self._finite.check_weights(trainer)
+
+    # -- Lightning's hooks, before the user's callbacks
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The ranks are connected; no loader is made."""
+        if not self._barebones:
+            self._unwatch()  # what a fit that raised has left
+            self.exact.setup(trainer, pl_module, stage)
+            self._unwatch = compat.watch_boundaries(trainer, self.exact, self) if stage == "fit" else _nothing
+        lend_all_reduce(pl_module)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The model is wrapped, its weights are loaded."""
+        self.exact.fit_starts(trainer)
+        if self.recorder is not None:
+            self._trainable.fit_starts(trainer)
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """As behind a validation."""
+        if self.recorder is not None:
+            reshard(pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The loaders are there, and what a checkpoint holds of optimizers and schedules is restored."""
+        self.exact.training_starts(trainer)
+        self._batch.apply(trainer)
+        if self.recorder is None:
+            return
+        if self._samples is not None:
+            workers = max((int(getattr(one, "num_workers", 0)) for one in _loaders(trainer)), default=0)
+            self._samples.begin(self._session, workers)
+        self._finite.training_starts(trainer)
+        self._replicas.training_starts(trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
+        """From here on the state is not whole."""
+        self.exact.before_batch(trainer)
+        if self.recorder is None:
+            return
+        self._even.before_batch(trainer)
+        if self._samples is not None and self._samples.saw(batch):
+            self._samples.compare(data_rank(trainer), _loaders(trainer))
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """The loss is computed."""
+        if self.recorder is not None:
+            self._finite.before_backward(trainer, loss)
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The gradients are computed."""
+        if self.recorder is not None:
+            self._trainable.after_backward(trainer)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """The gradients are unscaled, and not clipped yet."""
+        if self.recorder is not None:
+            self._finite.before_optimizer_step(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """The optimizers have stepped."""
+        if self.recorder is not None:
+            self._finite.after_batch(trainer)
+            self._replicas.after_batch(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The epoch may have had few batches."""
+        if self.recorder is not None and self._samples is not None:
+            self._samples.compare(data_rank(trainer), _loaders(trainer))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hooks that follow look for the parameters of the optimizer."""
+        if self.recorder is not None:
+            reshard(pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The training has reached its limits."""
+        if self.recorder is not None:
+            self._finite.training_ends(trainer)
+            self._replicas.compare(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Perhaps nothing was left to train."""
+        self.exact.fit_ends(trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Whoever saves."""
+        self.exact.correct(checkpoint)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Lightning calls no `teardown` then."""
+        self.exact.left(trainer)
+        take_all_reduce_back(pl_module)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leaves everything as it was."""
+        self._unwatch()
+        self._unwatch = _nothing
+        self.exact.leave()
+        self._even.end()
+        self._trainable.end()
+        take_all_reduce_back(pl_module)
+
+
+@compat.only_its_own_batch_hooks
+class LastCallback(L.Callback):
+    """What comes behind the user's callbacks: a state that they may still change is saved, the end is recorded.
+
+    A stop is carried out last, when all others have had their say. Without a recorder it does nothing, but that the
+    checkpoints of a finished run are there to be asked for.
+    """
+
+    def __init__(self, fit: FitCallback) -> None:
+        self._fit = fit
+
+    def _beat(self, trainer: L.Trainer, phase: str) -> None:
+        if self._fit.recorder is not None:
+            self._fit.recorder.beat(trainer, phase)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The ranks are connected, also those that Lightning has started."""
+        fit = self._fit
+        if fit.recorder is not None:
+            fit.recorder.connected(trainer)
+            fit.stuck.connected(trainer)
+            fit.stops.connected(trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The model is there and its weights are loaded; the state of the loops comes next."""
+        if self._fit.checkpoints is not None:
+            self._fit.checkpoints.fit_starts(trainer)
+        self._beat(trainer, "restore")
+        self._fit.stops.boundary(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Everything is restored; the first epoch is next."""
+        fit = self._fit
+        if fit.checkpoints is not None:
+            fit.checkpoints.training_starts(trainer)
+        if fit.recorder is not None:
+            assert fit.monitors is not None
+            fit.monitors.training_starts(trainer)
+            fit.recorder.session.begin(step=trainer.global_step, epoch=trainer.current_epoch)
+            if fit.trainjob is not None:
+                fit.trainjob.training_starts(trainer)
+            fit.stops.training_starts(trainer)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The loaders' workers start, and the first batch is waited for."""
+        if self._fit.monitors is not None:
+            self._fit.monitors.epoch_starts(trainer)
+        self._beat(trainer, "first-batch")
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """A save is over."""
+        recorder = self._fit.recorder
+        if recorder is not None and recorder.session.phase == "save":
+            recorder.beat(trainer, "train")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """One more batch."""
+        self._beat(trainer, "train")
+        if self._fit.trainjob is not None:
+            self._fit.trainjob.after_batch(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Validation, or the sanity check before training."""
+        if self._fit.checkpoints is not None:
+            self._fit.checkpoints.validation_starts(trainer)
+        self._beat(trainer, "sanity" if trainer.sanity_checking else "validate")
+        self._fit.stops.validation_starts(trainer)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """A stop may come here; none between the micro-batches of a step, where nothing can be saved."""
+        if not self._fit.exact.in_window(trainer):
+            self._fit.stops.after_validation_batch(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Back from a validation."""
+        if self._fit.checkpoints is not None:
+            self._fit.checkpoints.validation_ends(trainer)
+        if self._fit.monitors is not None:
+            self._fit.monitors.validation_ends(trainer)
+        self._beat(trainer, "train")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint is being written, until the next batch."""
+        self._beat(trainer, "save")
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All that belongs to the epoch is logged."""
+        if self._fit.checkpoints is not None:
+            self._fit.checkpoints.epoch_ends(trainer)
+        if self._fit.recorder is not None:
+            self._fit.recorder.epoch_ends(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The result is there."""
+        if self._fit.checkpoints is not None:
+            self._fit.checkpoints.training_ends(trainer)
+        if self._fit.monitors is not None:
+            self._fit.monitors.training_ends(trainer)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The limits of the job were reached, and the last checkpoint is durable."""
+        fit = self._fit
+        if fit.checkpoints is not None:
+            fit.checkpoints.fit_ends(trainer)
+        if fit.recorder is not None:
+            fit.recorder.fit_ends(trainer)
+            if fit.trainjob is not None:
+                fit.trainjob.finished(trainer)
+            fit.stuck.close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The fit is left: what was raised is recorded, and a stop is carried out."""
+        fit = self._fit
+        if fit.recorder is None:
+            return
+        fit.recorder.left_by(trainer, exception)
+        if fit.trainjob is not None:
+            fit.trainjob.close(finished=False)
+        fit.stuck.left_by(exception)
+        if isinstance(exception, StopRequested):
+            fit.stops.carry_out(exception)
+
+
+def _nothing() -> None:
+    """Nothing is to be undone."""
+
+
+def _of_others(trainer: L.Trainer) -> list[L.Callback]:
+    ours = (AverageOverRanks, FitCallback, LastCallback, Checkpoints)
+    return [one for one in callbacks_of(trainer) if not isinstance(one, ours)]
+
+
+def _loaders(trainer: L.Trainer) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    return list(combined.flattened) if combined is not None else []
+
+
+_ADVICE: Final = ("ignore", None, PossibleUserWarning, None, 0)
+"""What `warnings.simplefilter` makes for Lightning's advice."""
+_SAMPLES: Final = (
+    "a map-style dataset gets a sampler by itself (trainer.use_distributed_sampler); an IterableDataset\n"
+    "has to skip what others read: by torch.utils.data.get_worker_info() and torch.distributed.get_rank(), or\n"
+    "datasets.distributed.split_dataset_by_node(dataset, rank, world_size).\n"
+    "Data that repeat on purpose: trainer.check_samples: false"
+)
