@@ -203,19 +203,19 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
     ],
     "num_nodes": [({"num_nodes": 1}, has("num_nodes", 1)), ({"num_nodes": "auto"}, has("num_nodes", 1))],
     "max_non_finite": [
-        ({"max_non_finite": 3}, has("parts.finite.most", 3)),
-        ({"max_non_finite": None}, has("parts.finite.most", None)),
+        ({"max_non_finite": 3}, has("fit_callback.finite.most", 3)),
+        ({"max_non_finite": None}, has("fit_callback.finite.most", None)),
     ],
     "check_divergence_every_n_steps": [
-        ({"check_divergence_every_n_steps": 5}, has("parts.replicas.steps", 5)),
-        ({"check_divergence_every_n_steps": None}, has("parts.replicas.steps", None)),
+        ({"check_divergence_every_n_steps": 5}, has("fit_callback.replicas.steps", 5)),
+        ({"check_divergence_every_n_steps": None}, has("fit_callback.replicas.steps", None)),
     ],
     "on_divergence": [
-        ({"on_divergence": "warning"}, has("parts.replicas.check.on_divergence", "warning")),
-        ({"on_divergence": "error"}, has("parts.replicas.check.on_divergence", "error")),
+        ({"on_divergence": "warning"}, has("fit_callback.replicas.check.on_divergence", "warning")),
+        ({"on_divergence": "error"}, has("fit_callback.replicas.check.on_divergence", "error")),
     ],
-    "check_samples": [({"check_samples": False}, has("parts.samples.check", None))],
-    "local_buffers": [({"local_buffers": ["a.*"]}, has("parts.replicas.local_buffers", ["a.*"]))],
+    "check_samples": [({"check_samples": False}, has("fit_callback.samples", None))],
+    "local_buffers": [({"local_buffers": ["a.*"]}, has("fit_callback.replicas.local_buffers", ["a.*"]))],
     "threads": [({"threads": 1}, computes_with(1)), ({"threads": 3}, computes_with(3))],
     "auto_determine_num_nodes": [({"auto_determine_num_nodes": False}, has("num_nodes", 1))],
     "max_epochs": [({"max_epochs": 7}, has("max_epochs", 7)), ({"max_epochs": -1}, has("max_epochs", -1))],
@@ -262,8 +262,8 @@ EXPECTED: dict[str, list[tuple[dict[str, Any], Check]]] = {
     ],
     "batch_policy": [({"batch_policy": "keep_global"}, kept_global)],
     # A job's alone; `test_batch_rule` and `integration_tests/test_batch_and_rate.py` have one.
-    "batch_size": [({"batch_size": "per_device"}, has("parts.batch.total", None))],
-    "batch_size_from": [({"batch_size_from": "model.args.batch"}, has("parts.batch.total", None))],
+    "batch_size": [({"batch_size": "per_device"}, has("fit_callback.batch.total", None))],
+    "batch_size_from": [({"batch_size_from": "model.args.batch"}, has("fit_callback.batch.total", None))],
     "base_batch_size": [({**QUICK, "base_batch_size": 2}, began_with(0.05 * 4 / 2))],
     "lr_rule": [({**QUICK, "base_batch_size": 1, "lr_rule": "sqrt"}, began_with(0.05 * 4**0.5))],
     "sync_batchnorm": [

@@ -235,18 +235,19 @@ class _TrainerRun(OpenRun):
 
     def boundary(self, state: TrainerState, control: TrainerControl) -> None:
         """Behind an optimizer step, before the Trainer logs, evaluates and saves."""
-        if self.finished is not None or self._guard is None:
+        if self.finished is not None or self._boundary is None:
             return
         self.steps = state.global_step
         self._measured = {}
         self._phase = "train"
         self._opened().beat("train", self.steps)
-        if self._guard.should_stop():
+        agreed = self._boundary.agreed()
+        if agreed == "stop":
             assert self._ending is not None
             self._ending.agreed()
             self._stopping = True
             control.should_save = control.should_training_stop = True
-        elif self._guard.should_save() or control.should_training_stop:
+        elif agreed == "save" or control.should_training_stop:
             control.should_save = True
 
     def log(self, state: TrainerState, logs: Mapping[str, Any]) -> None:

@@ -81,12 +81,12 @@ class FitCallback(L.Callback):
         self.averages = AverageOverRanks()  # a callback of its own: it has to be the first
         self.last = LastCallback(self)
         self._barebones = bool(config.barebones)
-        self._batch = BatchRule(resolution, say, global_batch(job, config))
-        self._even = EvenEpochs(say)
-        self._samples = SampleCheck(say or print, _SAMPLES) if config.check_samples else None
-        self._finite = Finite(config.max_non_finite, say)
-        self._trainable = Trainable(self.exact.reduce_in_order)
-        self._replicas = Replicas(config.on_divergence, config.check_divergence_every_n_steps, config.local_buffers)
+        self.batch = BatchRule(resolution, say, global_batch(job, config))
+        self.even = EvenEpochs(say)
+        self.samples = SampleCheck(say or print, _SAMPLES) if config.check_samples else None
+        self.finite = Finite(config.max_non_finite, say)
+        self.trainable = Trainable(self.exact.reduce_in_order)
+        self.replicas = Replicas(config.on_divergence, config.check_divergence_every_n_steps, config.local_buffers)
         server = StatusServer.of(environ)
         self.trainjob = TrainJobProgress(server, say) if server is not None else None
         self._resolution = resolution
@@ -131,14 +131,14 @@ class FitCallback(L.Callback):
         self._session = session
         self.checkpoints = Checkpoints(config, session, self.exact, self.check_state) if config is not None else None
         if session.finished is None:
-            for part in (self._even, self._finite, self._replicas):
+            for part in (self.even, self.finite, self.replicas):
                 part.begin(session)
             here = trains_here(self._resolution)
             self.stuck.begin(trainer, session, here=here)
             self.stops.begin(trainer, session, self.checkpoints, here=here)
             self.monitors = Monitors(config, session, self._say)
             self.recorder = Recorder(session, self.stops)
-        self._batch.begin(session)
+        self.batch.begin(session)
         self.exact.begin(session, self._loader_made, self._restored)
         if session.resumed:  # its first start has given Lightning's advice
             self._hides = _ADVICE not in warnings.filters
@@ -217,16 +217,16 @@ class FitCallback(L.Callback):
     def loaders_made(self, trainer: L.Trainer) -> None:
         """The training's loaders are there."""
         if self.recorder is not None:
-            self._even.loaders_made(trainer)
+            self.even.loaders_made(trainer)
 
     def is_over(self, empty: bool) -> bool:
         """Whether no batch comes where the next would; `empty`: this rank has none."""
-        return self.recorder is not None and self._even.is_over(empty)
+        return self.recorder is not None and self.even.is_over(empty)
 
     def check_state(self, trainer: L.Trainer) -> bool:
         """What is to be saved: raises where the replicas differ; whether all weights are finite."""
-        self._replicas.compare(trainer)
-        return self._finite.check_weights(trainer)
+        self.replicas.compare(trainer)
+        return self.finite.check_weights(trainer)
 
     # -- Lightning's hooks, before the user's callbacks
 
@@ -242,7 +242,7 @@ class FitCallback(L.Callback):
         """The model is wrapped, its weights are loaded."""
         self.exact.fit_starts(trainer)
         if self.recorder is not None:
-            self._trainable.fit_starts(trainer)
+            self.trainable.fit_starts(trainer)
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """As behind a validation."""
@@ -252,49 +252,49 @@ class FitCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The loaders are there, and what a checkpoint holds of optimizers and schedules is restored."""
         self.exact.training_starts(trainer)
-        self._batch.apply(trainer)
+        self.batch.apply(trainer)
         if self.recorder is None:
             return
-        if self._samples is not None:
+        if self.samples is not None:
             workers = max((int(getattr(one, "num_workers", 0)) for one in _loaders(trainer)), default=0)
-            self._samples.begin(self._session, workers)
-        self._finite.training_starts(trainer)
-        self._replicas.training_starts(trainer)
+            self.samples.begin(self._session, workers)
+        self.finite.training_starts(trainer)
+        self.replicas.training_starts(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         """From here on the state is not whole."""
         self.exact.before_batch(trainer)
         if self.recorder is None:
             return
-        self._even.before_batch(trainer)
-        if self._samples is not None and self._samples.saw(batch):
-            self._samples.compare(data_rank(trainer), _loaders(trainer))
+        self.even.before_batch(trainer)
+        if self.samples is not None and self.samples.saw(batch):
+            self.samples.compare(data_rank(trainer), _loaders(trainer))
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """The loss is computed."""
         if self.recorder is not None:
-            self._finite.before_backward(trainer, loss)
+            self.finite.before_backward(trainer, loss)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The gradients are computed."""
         if self.recorder is not None:
-            self._trainable.after_backward(trainer)
+            self.trainable.after_backward(trainer)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """The gradients are unscaled, and not clipped yet."""
         if self.recorder is not None:
-            self._finite.before_optimizer_step(trainer)
+            self.finite.before_optimizer_step(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """The optimizers have stepped."""
         if self.recorder is not None:
-            self._finite.after_batch(trainer)
-            self._replicas.after_batch(trainer)
+            self.finite.after_batch(trainer)
+            self.replicas.after_batch(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The epoch may have had few batches."""
-        if self.recorder is not None and self._samples is not None:
-            self._samples.compare(data_rank(trainer), _loaders(trainer))
+        if self.recorder is not None and self.samples is not None:
+            self.samples.compare(data_rank(trainer), _loaders(trainer))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hooks that follow look for the parameters of the optimizer."""
@@ -304,8 +304,8 @@ class FitCallback(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The training has reached its limits."""
         if self.recorder is not None:
-            self._finite.training_ends(trainer)
-            self._replicas.compare(trainer)
+            self.finite.training_ends(trainer)
+            self.replicas.compare(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Perhaps nothing was left to train."""
@@ -325,8 +325,8 @@ class FitCallback(L.Callback):
         self._unwatch()
         self._unwatch = _nothing
         self.exact.leave()
-        self._even.end()
-        self._trainable.end()
+        self.even.end()
+        self.trainable.end()
         take_all_reduce_back(pl_module)
 
 

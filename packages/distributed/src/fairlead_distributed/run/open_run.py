@@ -18,6 +18,7 @@ from fairlead.resolution import Resolution
 from fairlead.resolve import resolve
 from fairlead_distributed.info import get_local_rank, get_rank, get_world_size
 from fairlead_distributed.process_group import leave_at_exit
+from fairlead_distributed.run.boundary import Boundary
 from fairlead_distributed.run.ending import Ending
 from fairlead_distributed.run.failure_watch import FailureWatch
 from fairlead_distributed.run.opening import open_session
@@ -72,6 +73,7 @@ class OpenRun(ABC):
         self._watch = FailureWatch(environ)
         self._session: RunSession | None = None
         self._ending: Ending | None = None
+        self._boundary: Boundary | None = None
         self._metrics: MetricsFile | None = None
 
     @abstractmethod
@@ -127,6 +129,7 @@ class OpenRun(ABC):
             self._ending.prepare()
             guard.start()
             guard.watch_switches(session.path, session.event)
+            self._boundary = Boundary(session, guard)
         except BaseException as error:
             self._close(error)
             raise

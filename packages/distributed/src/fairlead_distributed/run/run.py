@@ -304,7 +304,7 @@ class Run(OpenRun):
                 if self._steps_done() and not all(one.over for one in self._sources.values()):
                     return  # within an epoch: more steps continue in it
                 self._end_epoch()
-                self._boundary()
+                self._at_boundary()
         finally:
             self._driven = False
 
@@ -352,7 +352,7 @@ class Run(OpenRun):
                 return
             self._end_epoch(source)
             if self._leads(source):
-                self._boundary()
+                self._at_boundary()
 
     def step(self, **metrics: Any) -> None:
         """Counts an optimizer step, once for each, at the end of what belongs to it.
@@ -377,7 +377,7 @@ class Run(OpenRun):
         if metrics and self.steps % self._log_every == 0:
             self.log(metrics)
         if not self._sources:  # nobody asks this run for a next batch
-            self._boundary()
+            self._at_boundary()
 
     def due(self, *, every: int) -> bool:
         """Whether a multiple of so many steps was just done, as for a validation."""
@@ -429,7 +429,7 @@ class Run(OpenRun):
         self._require_training("save()")
         self._save_requested = True
         if not self._sources:
-            self._boundary()
+            self._at_boundary()
 
     def finish(self, **metrics: Any) -> None:
         """Saves the result and records the run's end; a `with` block that ends by itself does so too.
@@ -464,18 +464,19 @@ class Run(OpenRun):
 
     # -- the boundary
 
-    def _boundary(self) -> None:
+    def _at_boundary(self) -> None:
         """Between two steps: does what is due, in this order: stop, checks, checkpoint."""
         ended, self._pending = self._pending, set()
         requested, self._save_requested = self._save_requested, False
         if not ended and not requested:
             return
-        guard, session = self._guard, self._opened()
-        assert guard is not None
+        session, boundary = self._opened(), self._boundary
+        assert boundary is not None
         self._leader = None
-        if guard.should_stop():
+        agreed = boundary.agreed()
+        if agreed == "stop":
             self._stop()
-        requested |= guard.should_save()
+        requested |= agreed == "save"
         if not self._compared and self._stepped:
             self._compare()
         if requested or self._save_due(ended):
@@ -584,7 +585,7 @@ class Run(OpenRun):
                 if batch is _END:
                     source.ended()
                     if self._driven and self._leads(source):
-                        self._boundary()
+                        self._at_boundary()
                     return
                 source.took()
                 self._leader = source if self._leads(source) else self._leader
@@ -602,7 +603,7 @@ class Run(OpenRun):
                         fix=f"call run.batches(..., name={source.name!r}) again in each epoch",
                     )
                 if self._pending and not source.at_end and self._leads(source):
-                    self._boundary()
+                    self._at_boundary()
         finally:
             source.running = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ class RunSession:
         self._history = self._history_of(rank)
         self._begun = False
         self._heartbeat: Heartbeat | None = None
+        self.on_phase: Callable[[str], object] | None = None
+        """Is told what this rank is at, with each heartbeat."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks get everything but the lock, which stays with the process that holds it."""
-        return {**self.__dict__, "_directory": None, "_heartbeat": None}
+        return {**self.__dict__, "_directory": None, "_heartbeat": None, "on_phase": None}
 
     @cached_property
     def origin(self) -> Mapping[str, str | None]:
@@ -107,6 +109,8 @@ class RunSession:
         """
         self.raise_if_replaced()
         self.phase = phase
+        if self.on_phase is not None:
+            self.on_phase(phase)
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
 

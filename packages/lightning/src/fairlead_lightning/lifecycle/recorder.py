@@ -26,7 +26,6 @@ class Recorder:
     def beat(self, trainer: L.Trainer, phase: str) -> None:
         """What this rank is at from now on."""
         self.session.beat(phase, trainer.global_step)
-        self._stops.at(phase)
 
     def connected(self, trainer: L.Trainer) -> None:
         """The process group is there; the data are being prepared."""

@@ -16,15 +16,14 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugins import default_plugins
 from fairlead_distributed.info import get_world_size
 from fairlead_distributed.loader_workers import protect_workers
+from fairlead_distributed.run.boundary import Boundary
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
 from fairlead_lightning.lifecycle.stopping import FitEnding, StopRequested
 from fairlead_lightning.resume.stateful_loader import StatefulLoader
 from fairlead_runs.guard import StopGuard, build_guard
-from fairlead_runs.unserved import UNSERVED
 
-_SHORT_S: Final = 5.0  # seconds that a signal may wait without a word about it
 _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
 
 
@@ -46,7 +45,7 @@ class Stops:
         self._session: RunSession | None = None
         self._saves: Checkpoints | None = None
         self._step = -1
-        self._worth_saying = _SHORT_S
+        self._boundary: Boundary | None = None
         self._equal_validation = True
         self._save_due = False
         self._ending: FitEnding | None = None
@@ -54,7 +53,8 @@ class Stops:
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks have handlers of their own, and no plugin manager."""
-        gone: dict[str, Any] = {"_guard": None, "_flags": None, "_given": False, "_undo": [], "_ending": None}
+        gone: dict[str, Any] = {"_guard": None, "_flags": None, "_given": False, "_undo": []}
+        gone |= {"_ending": None, "_boundary": None}
         context = BuildContext(self._context.resolution, dict(self._context.environ), None)  # type: ignore[arg-type]
         return {**self.__dict__, **gone, "_context": context}
 
@@ -76,9 +76,9 @@ class Stops:
         """
         self._session, self._saves = session, saves
         self._step, self._equal_validation, self._save_due = -1, True, False
-        self._worth_saying = _SHORT_S
         guard = self._ensure_guard()
         guard.waits.at("prepare")
+        self._boundary = Boundary(session, guard)
         if here and (trainer.world_size == 1 or get_world_size() == trainer.world_size):
             self._prepare(trainer, session)
             guard.start()
@@ -98,7 +98,8 @@ class Stops:
 
     def end(self) -> None:
         """The fit is over; after a stop the handlers stay: what follows a requeue must not change the exit code."""
-        guard, self._guard, self._session, self._saves, self._ending = self._guard, None, None, None, None
+        guard, self._guard, self._session, self._saves = self._guard, None, None, None
+        self._ending = self._boundary = None
         for undo in self._undo:
             undo()
         self._undo = []
@@ -135,6 +136,7 @@ class Stops:
             guard.flags.install()  # a spawned rank has none yet
         self._undo.append(compat.without_signal_handlers(trainer))
         if self._session is not None and self._ending is None:
+            self._boundary = Boundary(self._session, guard)  # a spawned rank has a guard of its own
             self._prepare(trainer, self._session)
         guard.start()
         if self._session is not None and trainer.world_size in (1, get_world_size()):
@@ -171,11 +173,6 @@ class Stops:
         )
         self._ending.prepare()
 
-    def at(self, phase: str) -> None:
-        """Notes what this rank is at from now on, as in its heartbeat, and so how long a signal waits there."""
-        if self._guard is not None:
-            self._guard.waits.at(phase)
-
     def keep_workers(self, loader: object) -> None:
         """Has the workers of a loader outlive the signals."""
         if self._guard is not None:
@@ -210,16 +207,10 @@ class Stops:
 
         `between_epochs`: nothing of the next epoch has begun.
         """
-        guard, session = self._guard, self._session
-        if guard is None or session is None:
-            return
-        stops = guard.should_stop()
-        if guard.waits.seconds >= self._worth_saying:
-            self._worth_saying = 1.1 * guard.waits.seconds
-            session.event(UNSERVED, seconds=round(guard.waits.seconds, 1), phase=guard.waits.phase)
-        if not stops:
-            # In the middle of a validation it is due, and is done at the next step.
-            self._save_due |= guard.should_save()
+        agreed = self._boundary.agreed() if self._boundary is not None else None
+        if agreed != "stop":
+            # In the middle of a validation a save is due, and is done at the next step.
+            self._save_due |= agreed == "save"
             return
         self._step = self._step_now
         assert self._ending is not None

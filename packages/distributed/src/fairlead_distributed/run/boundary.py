@@ -1,0 +1,41 @@
+"""What the ranks have agreed on where a step is over, whatever the engine."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from fairlead_distributed.run.session import RunSession
+from fairlead_runs.guard import StopGuard
+from fairlead_runs.unserved import UNSERVED
+
+_SHORT_S: Final = 5.0
+"""Seconds that a signal may wait for a boundary before that is recorded, and shown by `fairlead status`."""
+
+
+class Boundary:
+    """A place to which all ranks come equally often, and where a stop or a checkpoint can be carried out.
+
+    Example:
+        >>> match boundary.agreed():  # doctest: +SKIP
+        ...     case "stop":
+        ...         save_and_leave()
+        ...     case "save":
+        ...         save()
+    """
+
+    def __init__(self, session: RunSession, guard: StopGuard) -> None:
+        self._session = session
+        self._guard = guard
+        self._recorded_s = _SHORT_S
+        session.on_phase = guard.waits.at
+
+    def agreed(self) -> Literal["stop", "save"] | None:
+        """What to do here: the same on all ranks, which call it together. It costs a step a counter."""
+        stops = self._guard.should_stop()
+        waits = self._guard.waits
+        if waits.seconds >= self._recorded_s:
+            self._recorded_s = 1.1 * waits.seconds
+            self._session.event(UNSERVED, seconds=round(waits.seconds, 1), phase=waits.phase)
+        if stops:
+            return "stop"
+        return "save" if self._guard.should_save() else None
