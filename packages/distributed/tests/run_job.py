@@ -1,7 +1,7 @@
 """A plain loop of torch with all that makes a resume hard: dropout, momentum, a schedule, uneven epochs.
 
 `python run_job.py ROOT OUT` trains to the end and writes all final states to OUT.  The environment says the rest:
-WORKERS, STYLE (`batches`, or `epochs` with a validation behind each), KIND (ddp, fsdp, fsdp-gathered),
+WORKERS, STYLE (`batches`, or `epochs` with a validation behind each), KIND (ddp, fsdp, fsdp-gathered, hsdp, tensor),
 KILL=`rank:where:count` (every process of the job dies when that rank comes to that place for the count-th time; with a
 `!` only that rank).
 """
@@ -86,6 +86,20 @@ def made(kind: str) -> nn.Module:
         fully_shard(net.layers[4])
         fully_shard(net)
         return net
+    if kind == "hsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        return net
+    if kind == "tensor":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        whole, cut = nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        net.layers = nn.Sequential(whole, parallelize_module(cut, init_device_mesh("cpu", (2,)), plan))
+        return net
     return DistributedDataParallel(net)
 
 
@@ -95,9 +109,10 @@ def main(root: Path, out: Path) -> None:
         rank = get_rank()
         torch.manual_seed(10)
         model: Any = made(kind)
-        torch.manual_seed(10 + rank)
-        random.seed(20 + rank)
-        np.random.seed(30 + rank)
+        apart = 0 if kind == "tensor" else rank  # its ranks have the same batches
+        torch.manual_seed(10 + apart)
+        random.seed(20 + apart)
+        np.random.seed(30 + apart)
         killer = Killer(rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [9, 15])

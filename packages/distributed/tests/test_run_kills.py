@@ -103,8 +103,13 @@ def assert_same(whole: Path, parts: Path, ranks: int) -> None:
         ),
         ({"ranks": 2, "KIND": "fsdp"}, ["0:rename:1", "1:backward:6", "!1:batch:3"]),
         pytest.param({"ranks": 2, "KIND": "fsdp-gathered"}, ["1:backward:6", "!0:batch:3"], marks=pytest.mark.full),
+        ({"ranks": 2, "KIND": "tensor"}, ["0:rename:1", "!1:backward:6"]),
+        pytest.param({"ranks": 4, "KIND": "hsdp"}, ["0:rename:1", "!3:backward:6"], marks=pytest.mark.full),
     ],
-    ids=["1-rank", "epochs", "2-ranks", "1-rank-2-workers", "2-ranks-2-workers", "2-ranks-sharded", "2-ranks-gathered"],
+    ids=[
+        *("1-rank", "epochs", "2-ranks", "1-rank-2-workers", "2-ranks-2-workers", "2-ranks-sharded"),
+        *("2-ranks-gathered", "tensor-parallel", "hybrid"),
+    ],
 )
 def test_killed_and_started_again(tmp_path: Path, settings: dict[str, Any], kills: list[str]) -> None:
     """Also several times in a row, of one rank or of all."""

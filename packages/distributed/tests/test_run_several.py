@@ -127,6 +127,17 @@ def damaged_part_of_rank_one(root: Path) -> str:
     return ""
 
 
+def sharded_by_fsdp1(root: Path) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    try:
+        Run(root / "run", model=model)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def replicas_drift(root: Path) -> str:
     """Each rank steps by gradients of its own: nothing averages them."""
     run, loader = opened(root, max_epochs=1)
@@ -206,6 +217,7 @@ def two_ranks(rank: int, root: Path) -> dict[str, Any]:
         "unreadable": unreadable_state_on_rank_one(root / "unreadable"),
         "damaged": damaged_part_of_rank_one(root / "damaged"),
         "drift": replicas_drift(root / "drift"),
+        "fsdp1": sharded_by_fsdp1(root / "fsdp1"),
         "stages": stages_of_a_pipeline(root / "stages"),
         "alike": stages_of_one_name(root / "alike"),
         "stopped": stopped_by_one(root / "stopped"),
@@ -276,6 +288,7 @@ def test_shards_may_find_the_disk_full_too(root: Path, found: list[dict[str, Any
         ("unreadable", "the state of mine['value'] is a numpy.ndarray"),
         ("damaged", "a rank's part of the checkpoint is damaged"),
         ("alike", "the ranks hold different tensors under the name 'model.0.weight'"),
+        ("fsdp1", "model is sharded by FullyShardedDataParallel"),
         ("drift", "the ranks do not hold the same model any more: model.weight differs on rank"),
     ],
 )

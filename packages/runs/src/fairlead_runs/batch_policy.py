@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from fairlead.errors import ConfigError
 from fairlead.resolve import Resolution
 from fairlead_runs.data_ranks import data_ranks, replicas_in
 from fairlead_runs.describe import counted
+
+DATA_RANKS: Final = "data_parallel_ranks"
+"""The setting that says how many batches the ranks of a custom loop take at a time, by its model; None: not known."""
 
 
 def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> int:
@@ -22,7 +25,10 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
     asked = resolution.trainer.accumulate_grad_batches
     if previous is None or previous.get("world_size") is None:
         return asked
-    old_world, new_world = replicas_in(previous)[0], data_ranks(resolution)
+    by_model = resolution.settings.get(DATA_RANKS)
+    old_world, new_world = replicas_in(previous)[0], by_model.value if by_model is not None else data_ranks(resolution)
+    if new_world is None:
+        return asked
     split = (old_world, new_world) != (int(previous["world_size"]), resolution.world_size)
     ranks = "replicas of the model" if split else "ranks"
     # Not what the config asks for: the start before may have kept the global batch of one before it.

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.findings import Inexact
 from fairlead_distributed._sampling import derive_seed
-from fairlead_distributed._sharded import is_dtensor, is_fsdp1, is_fully_sharded
+from fairlead_distributed._sharded import is_dtensor, is_fully_sharded
 from fairlead_distributed.batch_order import EpochPosition, ShardedOrder
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import broadcast_object
@@ -43,11 +43,13 @@ def replicas_here(layout: Layout, registry: Registry) -> Replicas | None:
     if layout == "stages":
         return None
     parts = [part for module in registry.modules().values() for part in module.modules()]
-    if any(map(is_fsdp1, parts)):
-        return every
     tensors = [one for module in registry.modules().values() for one in module.parameters() if is_dtensor(one)]
     cuts = [sum(not placement.is_replicate() for placement in one.placements) for one in tensors]
-    return every if any(map(is_fully_sharded, parts)) and all(cut == 1 for cut in cuts) else None
+    if any(map(is_fully_sharded, parts)):
+        return every if all(cut == 1 for cut in cuts) else None
+    # Tensor parallelism over all ranks: each computes a part of the same batch.
+    together = all(one.device_mesh.ndim == 1 and one.device_mesh.size() == every.count for one in tensors)
+    return Replicas(1, 0) if together and not registry.is_ddp() else None
 
 
 class Source:

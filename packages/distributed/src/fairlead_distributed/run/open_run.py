@@ -80,8 +80,10 @@ class OpenRun(ABC):
     def progress(self) -> object:
         """Changes with each batch and step."""
 
-    def _open(self, settings: Mapping[str, Any], modules: Mapping[str, nn.Module], by: str) -> None:
+    def _open(self, settings: Mapping[str, Any], modules: Mapping[str, nn.Module], by: str, **seen: Any) -> None:
         """Opens the run on all ranks; `settings` and `modules` are what identifies it, `by` is the engine.
+
+        `seen` is what else the engine knows, by the names of the settings.
 
         Raises:
             ConfigError: There are more ranks than are connected, or the run cannot be opened.
@@ -93,7 +95,7 @@ class OpenRun(ABC):
         resolution = resolve(self._trainer, environ=self._environ, plugins=self._plugins)
         topology = resolution.topology
         ranks = get_world_size()
-        seen = {
+        seen |= {
             "world_size": ranks,
             "num_nodes": topology.num_nodes.value if topology.num_nodes is not None and ranks > 1 else 1,
             "global_rank": get_rank(),

@@ -80,6 +80,14 @@ class Registry:
                 where="Run",
                 fix="train with fairlead.Trainer(strategy='deepspeed'), or shard the model with torch's fully_shard",
             )
+        if isinstance(value, nn.Module) and any(map(is_fsdp1, value.modules())):
+            raise ConfigError(
+                f"{name} is sharded by FullyShardedDataParallel",
+                where="Run",
+                why="torch cannot load again what its distributed checkpoints hold of the optimizer (torch 2.13)",
+                fix="shard it with torch's fully_shard (Accelerate: fsdp_version=2), "
+                "or train with fairlead.Trainer(strategy='fsdp')",
+            )
         if not is_stateful(value) and not isinstance(value, _GENERATORS):
             raise ConfigError(
                 f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which has no state to restore",
@@ -112,9 +120,8 @@ class Registry:
     def layout(self) -> Layout:
         """What the ranks hold of the shared modules. A collective: the ranks compare the names of their parameters."""
         held = [one for one in self._parts() if isinstance(one.value, nn.Module)]
-        parts = [part for one in held for part in one.value.modules()]
         tensors = [tensor for one in held for tensor in one.value.parameters()]
-        if any(map(is_fsdp1, parts)) or any(map(is_dtensor, tensors)):
+        if any(map(is_dtensor, tensors)):
             return "sharded"
         names = [name for name, _ in self.model().named_parameters()]
         if len(set(map(tuple, gather_objects(names)))) == 1:

@@ -19,7 +19,6 @@ from fairlead.findings import Inexact
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolution import Resolution
 from fairlead.validation import dotted, findings_of
-from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.divergence import replicated_tensors
 from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.info import get_rank, get_world_size
@@ -35,6 +34,7 @@ from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
 from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
+from fairlead_runs.batch_policy import DATA_RANKS
 from fairlead_runs.guard import StopGuard
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_runs.metrics_file import MetricsFile
@@ -181,7 +181,9 @@ class Run(OpenRun):
     # -- opening and closing
 
     def __enter__(self) -> Self:
-        self._open(self._settings(), self._registry.modules(), "Run")
+        data = replicas_here(self._registry.layout(), self._registry)
+        counts = {DATA_RANKS: data.count if data is not None else None}
+        self._open(self._settings(), self._registry.modules(), "Run", **counts)
         return self
 
     def _prepare(self, session: RunSession, resolution: Resolution) -> None:
@@ -544,11 +546,9 @@ class Run(OpenRun):
         saves = self._saves
         if saves is None or saves.layout == "stages" or get_world_size() == 1:
             return
-        model = self._registry.model()
         pairs = replicated_tensors(
-            model,
+            self._registry.model(),
             self._registry.shared_optimizers().values(),
-            parameters=not any(map(is_fsdp1, model.modules())),  # its flat parameters are other ones on each rank
             buffers=self._data is not None and not self._registry.is_ddp(),  # slices of a layer may have their own
             local_buffers=self._local_buffers,
         )
