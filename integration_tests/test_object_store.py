@@ -362,6 +362,70 @@ def test_a_job_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_
     assert "model.args.lr" in refused.text
 
 
+LOOP = """
+import os, sys, torch
+sys.modules["lightning"] = None
+from fairlead import Run
+
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+data = torch.utils.data.TensorDataset(torch.randn(48, 4))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+settings = dict(checkpoint={"every_n_steps": 2}, max_epochs=1, log_every_n_steps=1, copy_to=os.environ.get("STORE"))
+with Run("runs/loop", model=model, optimizer=optimizer, **settings) as run:
+    run.restore()
+    for (x,) in run.batches(loader):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss)
+        if os.environ.get("DIE") == str(run.steps):
+            os.kill(os.getpid(), 15)
+torch.save(model.state_dict(), "weights.pt")
+"""
+
+
+def test_a_loop_of_torch_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_path: Path) -> None:
+    """Without Lightning: stopped at a step, which waits for the upload, and resumed where nothing is."""
+
+    def run(folder: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text(LOOP)
+        return subprocess.run(
+            [sys.executable, "train.py"],
+            cwd=tmp_path / folder,
+            env={**os.environ, **s3.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    store = "s3://runs-bucket/loops"
+    whole = run("whole")
+    assert whole.returncode == 0, whole.stderr
+    stopped = run("first", STORE=store, DIE="5")
+    assert stopped.returncode == 143, stopped.stderr
+    assert "everything is saved" in stopped.stdout
+    resumed = run("second", STORE=store)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"downloaded step-00000005 from {store}/loop" in resumed.stdout
+    weights, expected = (torch.load(tmp_path / folder / "weights.pt") for folder in ("second", "whole"))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    rows, its = ((tmp_path / folder / "runs/loop/metrics.csv").read_text() for folder in ("second", "whole"))
+    assert rows == its
+    assert max(item.step for item in list_checkpoints(Store.open(f"{store}/loop"))) == 12
+
+    wrong = run("wrong", STORE="s3:/runs-bucket")
+    assert wrong.returncode == 1
+    assert "copy_to" in wrong.stderr
+    assert "s3:/runs-bucket" in wrong.stderr
+    absent = run("absent", STORE="s3://no-such-bucket/loops")
+    assert absent.returncode == 1
+    assert "no-such-bucket" in absent.stderr
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_run_that_failed_before_its_first_step_keeps_its_name_from_nobody(s3: S3, tmp_path: Path) -> None:

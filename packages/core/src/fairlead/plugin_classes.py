@@ -160,6 +160,9 @@ class CheckpointIOPlugin(Plugin):
     base = CheckpointIOConfigBase
     formats: ClassVar[tuple[str, ...]] = ()
     """`module:name` of each `fairlead_checkpoint_io.CheckpointFormat` by which `fairlead checkpoint` reads it."""
+    copies: ClassVar[str | None] = None
+    """`module:callable` that makes the `fairlead_runs.checkpoint_io.CheckpointCopies` of a config, for loops that write
+    their checkpoints without a `CheckpointIO`; None: it copies nothing elsewhere."""
 
 
 class LayerSyncPlugin(Plugin):

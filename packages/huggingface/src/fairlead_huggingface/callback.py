@@ -23,6 +23,7 @@ from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
 from fairlead_huggingface import compat
+from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.guard import StopGuard
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_runs.metrics_file import MetricsFile
@@ -48,6 +49,8 @@ class Fairlead(TrainerCallback):
         run: The run directory, as `runs/x`, or a `RunConfig`; None: `runs/<name of the script>`.
         requeue: Who has the job started again after a stop, as in a job's `trainer`; None: what fits this machine.
         guard: A `PreemptionGuard` that the script has made already, as before long preparations.
+        copy_to: An object store to which every checkpoint is copied in the background, as `s3://bucket/runs`, or the
+            settings of `checkpoint_io: remote`.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
 
@@ -65,6 +68,7 @@ class Fairlead(TrainerCallback):
         *,
         requeue: Any = None,
         guard: StopGuard | None = None,
+        copy_to: str | Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
     ) -> None:
@@ -74,6 +78,7 @@ class Fairlead(TrainerCallback):
         asked = {"requeue": requeue} if requeue is not None else {}
         self._config = TrainerConfig.model_validate(asked, context={"plugins": self._plugins})
         self._guard = guard
+        self._copy_to = copy_to
         self._of: _TrainerRun | None = None
 
     @property
@@ -101,6 +106,7 @@ class Fairlead(TrainerCallback):
                 environ=self._environ,
                 plugins=self._plugins,
                 guard=self._guard,
+                copy_to=self._copy_to,
             )
             return run.train(train, *more, **named)
 
@@ -160,8 +166,9 @@ class _TrainerRun(OpenRun):
         environ: Mapping[str, str],
         plugins: PluginManager,
         guard: StopGuard | None,
+        copy_to: str | Mapping[str, Any] | None,
     ) -> None:
-        super().__init__(run, config, environ=environ, plugins=plugins, guard=guard)
+        super().__init__(run, config, environ=environ, plugins=plugins, guard=guard, copy_to=copy_to)
         self._hf = trainer
         self._saves: _TrainerCheckpoints | None = None
         self._stopping = False
@@ -199,7 +206,7 @@ class _TrainerRun(OpenRun):
             monitor=monitor,
             mode="max" if args.greater_is_better else "min",
         )
-        self._saves = _TrainerCheckpoints(session, self._hf, config)
+        self._saves = _TrainerCheckpoints(session, self._hf, config, self.copies)
 
     def begin(self, state: TrainerState) -> None:
         """Everything is restored; of a finished run nothing is left to do."""
@@ -288,6 +295,7 @@ class _TrainerRun(OpenRun):
         assert saves is not None
         if saves.saved != self.steps:
             raise saves.unsaved(self.steps)
+        saves.copied()
         self.close_metrics()
         session.complete(step=self.steps, epoch=int(self._hf.state.epoch or 0))
         self.finished = f"step {self.steps}"
@@ -304,8 +312,10 @@ class _TrainerRun(OpenRun):
 class _TrainerCheckpoints(Commits):
     """Commits what the Trainer writes: its folder is the shared state of a checkpoint."""
 
-    def __init__(self, session: RunSession, trainer: Trainer, config: CheckpointConfig) -> None:
-        super().__init__(session, GroupRanks(), None, get_rank(), config)
+    def __init__(
+        self, session: RunSession, trainer: Trainer, config: CheckpointConfig, copies: CheckpointCopies | None
+    ) -> None:
+        super().__init__(session, GroupRanks(), copies, get_rank(), config)
         self._trainer = trainer
 
     def save(

@@ -102,7 +102,7 @@ class ShardedLoads(Protocol):
 
 @runtime_checkable
 class CheckpointCopies(Protocol):
-    """A Lightning `CheckpointIO` that keeps copies of a run's checkpoints elsewhere; rank 0 alone calls these.
+    """Keeps copies of a run's checkpoints elsewhere, as a Lightning `CheckpointIO` may; rank 0 alone calls these.
 
     `open`, `fetch` and `begin` in this order at a start; `committed` after each commit; `wait_uploaded` at the end.
     """
@@ -148,3 +148,6 @@ class CheckpointCopies(Protocol):
 
     def wait_uploaded(self, timeout_s: float | None = None) -> str | None:
         """Waits until all copies are complete, at most so many seconds; what is lacking and why, or None."""
+
+    def close(self) -> None:
+        """Ends the uploads; what is still being uploaded gets a last `stop_wait_s`."""

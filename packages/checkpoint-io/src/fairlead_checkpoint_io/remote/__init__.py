@@ -79,6 +79,7 @@ class Remote(FilePlugin):
     config = RemoteCheckpointIOConfig
     example: ClassVar[Mapping[str, Any]] = {"url": "s3://bucket/prefix"}
     runtime = "fairlead_checkpoint_io.remote.runtime:build"
+    copies = "fairlead_checkpoint_io.remote.copies:StoreCopies"
     engines = (*FilePlugin.engines, "fsspec")
     extra = "remote"
     codes: ClassVar[Mapping[str, str]] = {

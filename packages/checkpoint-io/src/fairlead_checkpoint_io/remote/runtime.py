@@ -6,20 +6,17 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
 from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.async_file_runtime import build_inner
 from fairlead_checkpoint_io.remote import RemoteCheckpointIOConfig
-from fairlead_checkpoint_io.remote.mirror import Mirror
-from fairlead_runs import Fingerprint
+from fairlead_checkpoint_io.remote.copies import StoreCopies
 from fairlead_runs.checkpoint_io import DurableSaves, PlaceTensor, ShardedLoads, ShardedSaves
-from fairlead_runs.commit import Checkpoint, Fence, FileHash, RetentionPolicy
-from fairlead_runs.remote import Store, fetch, is_url, split_checkpoint_url
-
-_TRIES_AT_START: Final = 3  # a person may be waiting
+from fairlead_runs.commit import FileHash
+from fairlead_runs.remote import fetch, is_url, split_checkpoint_url
 
 
 def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteCheckpointIO:
@@ -28,16 +25,12 @@ def build(config: RemoteCheckpointIOConfig, context: BuildContext) -> RemoteChec
     return RemoteShardsIO(config, inner) if isinstance(inner, ShardedSaves) else RemoteCheckpointIO(config, inner)
 
 
-class RemoteCheckpointIO(CheckpointIO):
-    """Saves and loads through another backend, copies what is committed (`CheckpointCopies`), loads from URLs too."""
+class RemoteCheckpointIO(StoreCopies, CheckpointIO):
+    """Saves and loads through another backend, copies what is committed, loads from URLs too."""
 
     def __init__(self, config: RemoteCheckpointIOConfig, inner: CheckpointIO) -> None:
-        super().__init__()
-        self._config = config
+        super().__init__(config)
         self._inner = inner
-        self._mirror: Mirror | None = None
-
-    # -- a Lightning CheckpointIO
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -69,7 +62,7 @@ class RemoteCheckpointIO(CheckpointIO):
             return self._inner.load_checkpoint(text, map_location=map_location, weights_only=weights_only)
         run, _ = split_checkpoint_url(text)
         with tempfile.TemporaryDirectory(prefix="fairlead-") as folder:
-            local = fetch(text, Path(folder), store=self._store(run))
+            local = fetch(text, Path(folder), store=self.store(run))
             return self._inner.load_checkpoint(str(local.path), map_location=map_location, weights_only=weights_only)
 
     def load_shards(
@@ -88,50 +81,7 @@ class RemoteCheckpointIO(CheckpointIO):
         try:
             self._inner.teardown()
         finally:
-            if self._mirror is not None:
-                self._mirror.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """To another process (`ddp_spawn`) go the settings, not threads."""
-        return {**self.__dict__, "_mirror": None}
-
-    # -- copies; see `CheckpointCopies`
-
-    @property
-    def stop_wait_s(self) -> float:
-        """For how long a stop waits."""
-        return self._config.stop_wait_s
-
-    def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> int:
-        """Looks at the run's URL; see the protocol."""
-        url = f"{self._config.url.rstrip('/')}/{name}"
-        mirror = Mirror(self._config, self._store(url), self._store(url, at_most=_TRIES_AT_START))
-        mirror.remote.check(fingerprint, new=new)
-        self._mirror = mirror
-        return mirror.remote.last_start()
-
-    def fetch(self, run: Path) -> list[str]:
-        """Brings what the run directory lacks; see the protocol."""
-        assert self._mirror is not None, "call open() first"
-        return self._mirror.remote.fetch(run)
-
-    def begin(self, run: Path, start: int, event: Callable[..., None], fence: Fence) -> None:
-        """This start uploads from now on; see the protocol."""
-        assert self._mirror is not None, "call open() first"
-        self._mirror.begin(run, start, event, fence)
-
-    def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:
-        """Has a published checkpoint uploaded; see the protocol."""
-        if self._mirror is not None:
-            self._mirror.committed(checkpoint, policy)
-
-    def wait_uploaded(self, timeout_s: float | None = None) -> str | None:
-        """Waits for the uploads; see the protocol."""
-        return self._mirror.wait_uploaded(timeout_s) if self._mirror is not None else None
-
-    def _store(self, url: str, *, at_most: int | None = None) -> Store:
-        tries = self._config.retries if at_most is None else min(at_most, self._config.retries)
-        return Store.open(url, self._config.storage_options, tries=tries, part_mib=self._config.part_mib)
+            self.close()
 
 
 class RemoteShardsIO(RemoteCheckpointIO):

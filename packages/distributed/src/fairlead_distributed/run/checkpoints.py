@@ -23,6 +23,7 @@ from fairlead_distributed.run.finite_check import finite_weights
 from fairlead_distributed.run.rank_files import load_part, rank_file, seed_anew
 from fairlead_distributed.run.registry import OWN, Layout, Registry, loading
 from fairlead_distributed.run.session import STATE_FILE, RunSession
+from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import Checkpoint, write_file
 from fairlead_runs.commit.hashing import hash_file
 from fairlead_runs.commit.manifest import file_problem
@@ -59,9 +60,16 @@ class RunCheckpoints(Commits):
     """
 
     def __init__(
-        self, session: RunSession, registry: Registry, config: CheckpointConfig, *, finite: bool, gather: bool
+        self,
+        session: RunSession,
+        registry: Registry,
+        config: CheckpointConfig,
+        copies: CheckpointCopies | None,
+        *,
+        finite: bool,
+        gather: bool,
     ) -> None:
-        super().__init__(session, GroupRanks(), None, get_rank(), config)
+        super().__init__(session, GroupRanks(), copies, get_rank(), config)
         self._registry = registry
         self._finite = finite
         self._gather = gather

@@ -67,8 +67,8 @@ _USUAL_MONITORS: Final = ("val/loss", "val_loss")
 class Commits:
     """Writes and commits the checkpoints of a run; each method is called by all ranks together.
 
-    `io` is Lightning's CheckpointIO, None where the state is written without one; `saved` is the step, or the place of
-    the training, that is written, or taken in the background.
+    `io` is Lightning's CheckpointIO; where the state is written without one, what copies it elsewhere, or None. `saved`
+    is the step, or the place of the training, that is written, or taken in the background.
     """
 
     def __init__(self, session: RunSession, ranks: Ranks, io: object, rank: int, config: CheckpointConfig) -> None:

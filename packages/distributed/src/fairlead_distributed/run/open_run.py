@@ -24,7 +24,9 @@ from fairlead_distributed.run.failure_watch import FailureWatch
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.scripts import advice_for_scripts, as_seen, described_job
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.store_copies import store_copies
 from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard, build_guard
 from fairlead_runs.heartbeat import place_of_thread
@@ -61,6 +63,7 @@ class OpenRun(ABC):
         environ: Mapping[str, str],
         plugins: PluginManager,
         guard: StopGuard | None,
+        copy_to: str | Mapping[str, Any] | None = None,
     ) -> None:
         self.steps = 0
         self.finished: str | None = None
@@ -69,6 +72,8 @@ class OpenRun(ABC):
         self._trainer = config
         self._environ = environ
         self._plugins = plugins
+        self.copies = store_copies(copy_to, plugins) if copy_to is not None else None
+        """What copies the checkpoints to an object store."""
         self._guard, self._given_guard = guard, guard is not None
         self._watch = FailureWatch(environ)
         self._session: RunSession | None = None
@@ -113,7 +118,9 @@ class OpenRun(ABC):
                 guard.watch_opening("opening the run")
             plain = {name: getattr(one, "_orig_mod", one) for name, one in modules.items()}  # not compiled
             job = described_job(self._run, {name: described(one) for name, one in plain.items()}, None, settings)
-            session = self._session = open_session(job, resolution, self._run, environ=self._environ)
+            session = self._session = open_session(
+                job, resolution, self._run, environ=self._environ, copies=self.copies
+            )
         keep_output()
         self.finished = session.finished
         if self.finished is not None:
@@ -166,6 +173,8 @@ class OpenRun(ABC):
                 guard.close(failed=isinstance(error, Exception))
                 if guard.outcome is None and not self._given_guard:
                     guard.flags.uninstall()
+            if self.copies is not None and get_rank() == 0:
+                self.copies.close()
             session.close()
             give_output_back()
 
@@ -195,6 +204,10 @@ class _RunEnding(Ending):
     def batches_done(self) -> object:
         """Batches and steps, and where the main thread is: nobody else knows how a user's validation gets on."""
         return self._run.progress(), place_of_thread()
+
+    def copies(self) -> CheckpointCopies | None:
+        """Those on an object store."""
+        return self._run.copies
 
     def mark_preempting(self) -> None:
         """Nothing: `metrics.csv` is the only logger."""

@@ -74,6 +74,8 @@ class Run(OpenRun):
         requeue: Who has the job started again after a stop, as in a job's `trainer`; None: what fits this machine.
         guard: A `PreemptionGuard` that the script has made already.
         per_rank: Objects of which each rank has its own, by name; as `register(..., per_rank=True)`.
+        copy_to: An object store to which every checkpoint is copied in the background, as `s3://bucket/runs`, or the
+            settings of `checkpoint_io: remote`. A start on another machine resumes from there.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
         state: What is the same on all ranks, by name: modules, optimizers, schedulers, gradient scalers, samplers,
@@ -118,6 +120,7 @@ class Run(OpenRun):
         requeue: Any = None,
         guard: StopGuard | None = None,
         per_rank: Mapping[str, Any] | None = None,
+        copy_to: str | Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
         **state: Any,
@@ -134,7 +137,7 @@ class Run(OpenRun):
             context={"plugins": plugins},
         )
         environ = os.environ if environ is None else environ
-        super().__init__(run_config(run), trainer, environ=environ, plugins=plugins, guard=guard)
+        super().__init__(run_config(run), trainer, environ=environ, plugins=plugins, guard=guard, copy_to=copy_to)
         self.state: dict[str, Any] = {}
         self.epoch = 0
         self._max_epochs = _limit("max_epochs", max_epochs, self._config)
@@ -188,7 +191,7 @@ class Run(OpenRun):
 
     def _prepare(self, session: RunSession, resolution: Resolution) -> None:
         self._saves = RunCheckpoints(
-            session, self._registry, self._checkpoint, finite=self._finite, gather=self._gather
+            session, self._registry, self._checkpoint, self.copies, finite=self._finite, gather=self._gather
         )
         self._replicas.begin(session)
 
@@ -253,7 +256,9 @@ class Run(OpenRun):
         if session.weights is not None:
             for name, module in self._registry.modules().items():
                 load_weights(module, session.weights, name)
-        saves = self._saves or RunCheckpoints(session, self._registry, self._checkpoint, finite=True, gather=False)
+        saves = self._saves or RunCheckpoints(
+            session, self._registry, self._checkpoint, None, finite=True, gather=False
+        )
         saves.layout = self._registry.layout()
         self._seed = int(broadcast_object(torch.initial_seed()))
         self._data = replicas_here(saves.layout, self._registry)
@@ -454,6 +459,7 @@ class Run(OpenRun):
             self._compare()
         place = self._place()
         saves.save_for_sure(self.steps, self._save, place=place)
+        saves.copied()
         self.close_metrics()
         session.complete(step=self.steps, epoch=self.epoch)
         self.finished = f"step {self.steps}"
