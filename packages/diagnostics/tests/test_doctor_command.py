@@ -39,8 +39,8 @@ def test_this_machine_is_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert said["fit"] is True
     checks = ["python", "torch", "devices", "cpus", "memory", "disk", "write", "name", "clock", "matmul"]
     assert list(said["checks"]) == checks
-    assert "every bit right" in said["checks"]["matmul"]["said"]
-    assert f"GiB free in {tmp_path}" in said["checks"]["disk"]["said"]
+    assert "every bit right" in said["checks"]["matmul"]["detail"]
+    assert f"GiB free in {tmp_path}" in said["checks"]["disk"]["detail"]
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 

@@ -61,12 +61,12 @@ def test_a_bad_node_is_recorded_and_the_job_requeued_without_it_until_the_budget
     assert decided(verdict(), tmp_path) == Outcome(0)
     first = decided(verdict(2), tmp_path)
     assert (first.code, first.excluded) == (75, ("n2",))
-    assert first.told == ("requeued without n2 (1 of 3 exclusions used): without n2",)
+    assert first.lines == ("requeued without n2 (1 of 3 exclusions used): without n2",)
     assert decided(verdict(4, 5), tmp_path).code == 75
     assert decided(verdict(5), tmp_path).code == 75  # it came again, as the exclusion was lost: no new one
     last = decided(verdict(6), tmp_path)
     assert (last.code, last.excluded) == (1, ())
-    assert "n2, n4, n5 excluded already; with n6 it would be 4, and --max-excluded is 3" in last.told[0]
+    assert "n2, n4, n5 excluded already; with n6 it would be 4, and --max-excluded is 3" in last.lines[0]
     assert excluded(tmp_path) == ["n2", "n4", "n5"]
 
 
@@ -84,14 +84,14 @@ def test_where_it_cannot_be_excluded_it_is_said_why_and_what_to_do(
 ) -> None:
     outcome = decided(verdict(2), tmp_path, kind, **more)
     assert outcome.code == 1
-    assert why in outcome.told[0]
-    assert "sbatch --exclude" in outcome.told[1]
+    assert why in outcome.lines[0]
+    assert "sbatch --exclude" in outcome.lines[1]
     assert excluded(tmp_path) == []
 
 
 def test_what_fails_everywhere_excludes_nobody(tmp_path: Path) -> None:
     outcome = decided(verdict(2, unclear=["write fails on every node"]), tmp_path)
-    assert (outcome.code, outcome.told[0]) == (1, "nothing is excluded: another node would not help")
+    assert (outcome.code, outcome.lines[0]) == (1, "nothing is excluded: another node would not help")
     assert excluded(tmp_path) == []
     assert decided(verdict(2), None).code == 1  # no run whose history could keep it
 
@@ -106,4 +106,4 @@ def test_after_a_week_a_node_is_taken_again(tmp_path: Path) -> None:
 def test_a_node_whose_name_is_not_known_is_not_excluded(tmp_path: Path) -> None:
     """Some launchers give numbers only, and it never came."""
     outcome = decide(verdict(2), {2: "node 2"}, tmp_path, lambda: None)
-    assert outcome.told[0] == "nothing is excluded: the scheduler's name of node 2 is not known"
+    assert outcome.lines[0] == "nothing is excluded: the scheduler's name of node 2 is not known"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fairlead_diagnostics.checking import Asked, Bench, Check, Result
+from fairlead_diagnostics.checking import Bench, Check, Requested, Result
 from fairlead_diagnostics.checks import LOCAL, PAIR
 from fairlead_diagnostics.outcome import Outcome, decide
 from fairlead_diagnostics.screen import Place, Screen, Screened
@@ -49,7 +49,7 @@ class Nodes:
         hosts = [f"127.0.0.{number + 1}" for number in range(self.count)]  # all of them are this machine
         main = more.pop("main", hosts[0])
         place = Place(node, self.count, hosts[node], main, [self.port], "test", hosts)
-        given = {"asked": Asked(folder=str(self.folder / "run")), "folder": self.folder / "run/screens/1", **more}
+        given = {"requested": Requested(folder=str(self.folder / "run")), "folder": self.folder / "run/screens/1", **more}
         return Screen(place, decide=self.decide, show=self.seen.append, **{"environ": os.environ, **given})
 
     def decide(self, verdict: Verdict, hosts: Mapping[int, str]) -> Outcome:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_diagnostics.checking import Asked, Bench, Check, Result
+from fairlead_diagnostics.checking import Bench, Check, Requested, Result
 from fairlead_diagnostics.checks import HERE
 from fairlead_diagnostics.worker import Worker
 
@@ -35,44 +35,44 @@ def killed(bench: Bench) -> Result:
 
 
 def wrong(bench: Bench) -> Result:
-    bench.kept["was"] = "here"
+    bench.cache["was"] = "here"
     raise OSError(5, "Input/output error")
 
 
 def keeps(bench: Bench) -> Result:
-    return Result(True, f"was {bench.kept.get('was')}, asked for {bench.asked.count}")
+    return Result(True, f"was {bench.cache.get('was')}, asked for {bench.requested.count}")
 
 
 def test_checks_that_hang_crash_or_raise_and_those_behind_them() -> None:
     def check(name: str) -> Check:
         return Check(name, f"{__name__}:{name}", limit_s=3.0)
 
-    with Worker(Asked(count=3), os.environ) as worker:
+    with Worker(Requested(count=3), os.environ) as worker:
         began = time.monotonic()
         assert worker.run(check("wrong")) == Result(False, "OSError: [Errno 5] Input/output error")
-        assert worker.run(check("keeps")).said == "was here, asked for 3"
+        assert worker.run(check("keeps")).detail == "was here, asked for 3"
         assert worker.run(check("slow")) == Result(True, "slow but advancing")  # longer than its limit in all
         hung = worker.run(check("stuck"))
-        assert (hung.ok, hung.said) == (False, "nothing happened for 3 s, after 1 parts of it: it hangs")
+        assert (hung.ok, hung.detail) == (False, "nothing happened for 3 s, after 1 parts of it: it hangs")
         assert worker.run(check("killed")) == Result(False, "its process was killed by SIGKILL")
-        assert worker.run(check("keeps")).said == "was None, asked for 3"  # a new process
+        assert worker.run(check("keeps")).detail == "was None, asked for 3"  # a new process
         assert time.monotonic() - began < 60
 
 
 def test_a_process_that_starts_slowly_is_no_fault_of_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(1.5)\n")
     check = Check("keeps", f"{__name__}:keeps", limit_s=1.0)
-    with Worker(Asked(count=3), {**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
-        assert worker.run(check).said == "was None, asked for 3"
+    with Worker(Requested(count=3), {**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
+        assert worker.run(check).detail == "was None, asked for 3"
     monkeypatch.setattr("fairlead_diagnostics.worker._START_S", 0.5)
-    with Worker(Asked(count=3), {**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
+    with Worker(Requested(count=3), {**os.environ, "PYTHONPATH": str(tmp_path)}) as worker:
         assert worker.run(check) == Result(False, "its process did not start within 0.5 s")
 
 
 def test_a_check_that_lacks_a_folder_or_torch_is_not_made_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with Worker(Asked(), os.environ) as worker:
+    with Worker(Requested(), os.environ) as worker:
         said = {check.name: worker.run(check) for check in HERE if check.torch or check.folder}
     assert {result.ok for result in said.values()} == {None}
-    assert said["matmul"].said == "torch is not installed"
-    assert said["write"].said == "no run was named, so that there is no folder to look at"
+    assert said["matmul"].detail == "torch is not installed"
+    assert said["write"].detail == "no run was named, so that there is no folder to look at"

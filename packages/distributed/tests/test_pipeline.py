@@ -316,5 +316,5 @@ def test_a_schedule_is_drawn() -> None:
 
 def test_a_batch_is_cut_into_what_divides_it_and_the_schedule_takes() -> None:
     assert choose_micro_batches("1f1b", 48, ranks=4) == 16
-    assert choose_micro_batches("1f1b", 7, ranks=2, asked=4) == 1
-    assert choose_micro_batches("interleaved_1f1b", 9, ranks=4, asked=9) == 3  # 9 would be two rounds of 4.5
+    assert choose_micro_batches("1f1b", 7, ranks=2, requested=4) == 1
+    assert choose_micro_batches("interleaved_1f1b", 9, ranks=4, requested=9) == 3  # 9 would be two rounds of 4.5

@@ -35,7 +35,7 @@ def local(text: str) -> float:
 
 def test_a_requeued_job_waits_and_says_until_when() -> None:
     status = read_status(fields_of(REQUEUED))
-    assert (status.state, status.said, status.restarts) == ("queued", "PENDING, BeginTime", 1)
+    assert (status.state, status.detail, status.restarts) == ("queued", "PENDING, BeginTime", 1)
     assert "120 s by default" in status.why
     assert status.starts == local("2026-11-21T16:24:49")
     assert status.ends is None
@@ -43,7 +43,7 @@ def test_a_requeued_job_waits_and_says_until_when() -> None:
 
 def test_a_running_job_has_a_time_limit() -> None:
     status = read_status(fields_of(RUNNING))
-    assert (status.state, status.said, status.restarts) == ("running", "RUNNING", 0)
+    assert (status.state, status.detail, status.restarts) == ("running", "RUNNING", 0)
     assert status.since == local("2026-11-21T16:24:16")
     assert status.ends == local("2026-11-21T16:29:16")
 
@@ -62,7 +62,7 @@ def test_a_running_job_has_a_time_limit() -> None:
 )
 def test_states_and_reasons(line: str, state: str, said: str, why: str) -> None:
     status = read_status(fields_of(line))
-    assert (status.state, status.said) == (state, said)
+    assert (status.state, status.detail) == (state, said)
     assert why in status.why
 
 
@@ -87,7 +87,7 @@ def test_one_question_with_a_deadline(tmp_path: Path) -> None:
     hangs = fake(tmp_path, "scontrol", "sleep 60")
     began = time.monotonic()
     slow = slurm.job_status(RunJob("slurm:3"), hangs, began + 0.3)
-    assert "did not answer within" in slow.said
+    assert "did not answer within" in slow.detail
     assert time.monotonic() - began < 30
     assert slurm.job_cancel(RunJob("slurm:3"), queued=True) == ("scancel", "--state=PENDING", "3")
     assert slurm.job_cancel(RunJob("slurm:3"), queued=False) == ("scancel", "3")
@@ -97,7 +97,7 @@ def test_of_a_chain_the_job_that_runs_or_is_next() -> None:
     """The one that started the run last has ended, and says nothing of the next."""
     lines = "19|PENDING|Dependency|N/A|N/A\n18|PENDING|Resources|2026-11-21T16:24:49|2026-11-21T20:24:49\n"
     status = read_chain(lines, "gpt-1")
-    assert (status.state, status.job, status.said) == ("queued", "slurm:18", "PENDING, Resources, of 2 left")
+    assert (status.state, status.job, status.detail) == ("queued", "slurm:18", "PENDING, Resources, of 2 left")
     assert status.starts == local("2026-11-21T16:24:49")
     status = read_chain(f"{lines}17|RUNNING|None|2026-11-21T16:24:16|2026-11-21T16:29:16\n", "gpt-1")
     assert (status.state, status.job, status.ends) == ("running", "slurm:17", local("2026-11-21T16:29:16"))

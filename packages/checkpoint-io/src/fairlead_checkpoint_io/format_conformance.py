@@ -82,15 +82,15 @@ class _Tried:
         for words in (["verify", "there.ckpt"], ["convert", "there.ckpt", "half.ckpt", "--to", "torch"]):
             if words[0] == "verify" and self._form.verify is None:
                 continue
-            code, said = self._run(words)
+            code, output = self._run(words)
             if code == 0:
                 do = f"compare a size or a checksum in `{'read' if words[0] == 'convert' else 'verify'}`"
-                yield f"{largest.name} was cut in half, and `{words[0]}` takes it: {said}", do
+                yield f"{largest.name} was cut in half, and `{words[0]}` takes it: {output}", do
 
     def _must(self, words: list[str], do: str) -> Iterator[tuple[str, str]]:
-        code, said = self._run(words)
+        code, output = self._run(words)
         if code:
-            yield f"`fairlead checkpoint {' '.join(words)}` ended with {code}: {said}", do
+            yield f"`fairlead checkpoint {' '.join(words)}` ended with {code}: {output}", do
 
     def _run(self, words: list[str]) -> tuple[int, str]:
         parser, session = argparse.ArgumentParser(), self._session()

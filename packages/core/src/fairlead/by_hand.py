@@ -29,12 +29,12 @@ def _command(argv: Sequence[str]) -> str:
         return shlex.join(["fairlead", command, *rest])
     if command not in ("check", "explain"):
         return "fairlead fit JOB"
-    kept, options = [], iter(rest)
+    used, options = [], iter(rest)
     for word in options:
         if word == "--set":
-            kept += [word, next(options, "")]
+            used += [word, next(options, "")]
         elif word == "--for":
             next(options, None)
         elif not word.startswith("-") or word.startswith("--set="):
-            kept.append(word)
-    return shlex.join(["fairlead", "fit", *kept])
+            used.append(word)
+    return shlex.join(["fairlead", "fit", *used])

@@ -116,8 +116,8 @@ def find_conflicts(resolution: Resolution, environ: Mapping[str, str], plugins: 
     for config in _selected(resolution):
         try:
             plugin = plugins.of(config)
-            said = answers(plugins, plugin, "fairlead_check", Finding, resolution=resolution, environ=environ)
-            findings += said or []
+            answered = answers(plugins, plugin, "fairlead_check", Finding, resolution=resolution, environ=environ)
+            findings += answered or []
         except FairleadError as error:
             where = error.where or f"trainer.{config.axis}"
             findings.append(Finding.of(error, "error", "plugin-broken", where=where))
@@ -179,9 +179,9 @@ def _choices(resolution: Resolution, plugins: PluginManager) -> dict[str, str | 
 def _with_reasons(resolution: Resolution, loaded: LoadedJob, job: JobConfig) -> Resolution:
     """Adds the plain settings of the job, each with the line that set it."""
     settings: dict[str, Setting] = dict(resolution.settings)
-    asked = loaded.data if isinstance(loaded.data, dict) else {}
+    requested = loaded.data if isinstance(loaded.data, dict) else {}
     for section, model in (("trainer", job.trainer), ("run", job.run)):
-        written: Any = asked.get(section)
+        written: Any = requested.get(section)
         written = written if isinstance(written, dict) else {}
         for name, value in model.model_dump(mode="json").items():
             reason = loaded.reason((section, name)) if name in written else "the default"

@@ -129,8 +129,8 @@ def _bases(file: JobFile, environ: Mapping[str, str]) -> Iterator[tuple[str, str
     """The paths in `extends`, each with its place."""
     document = file.document
     assert isinstance(document.data, dict)
-    asked = document.data.get(EXTENDS, [])
-    found = interpolate({EXTENDS: asked if isinstance(asked, list) else [asked]}, environ)
+    requested = document.data.get(EXTENDS, [])
+    found = interpolate({EXTENDS: requested if isinstance(requested, list) else [requested]}, environ)
     for index, one in enumerate(found.data[EXTENDS]):
         place = f"{document.source}:{document.line((EXTENDS, index))}, {EXTENDS}"
         if (mistake := found.mistakes.get((EXTENDS, index))) is not None:

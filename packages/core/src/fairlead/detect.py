@@ -105,7 +105,11 @@ def _where(tag: str) -> str:
 
 
 def choose_environment(
-    asked: EnvironmentConfigBase | str, environ: Mapping[str, str], plugins: PluginManager, *, starting: bool = False
+    requested: EnvironmentConfigBase | str,
+    environ: Mapping[str, str],
+    plugins: PluginManager,
+    *,
+    starting: bool = False,
 ) -> ChosenEnvironment:
     """Chooses by the config, then by FAIRLEAD_ENVIRONMENT, then by the claims.
 
@@ -114,15 +118,17 @@ def choose_environment(
     findings: list[Finding] = []
     claims = _claims(environ, plugins, findings)
     jobs = find_jobs(environ, plugins, claims=claims, findings=findings)
-    if isinstance(asked, EnvironmentConfigBase):
-        name, reason = asked.name, "trainer.environment"
+    if isinstance(requested, EnvironmentConfigBase):
+        name, reason = requested.name, "trainer.environment"
     elif environ.get(VARIABLE):
         name, reason = environ[VARIABLE], VARIABLE
     else:
         name, reason = _by_claims(claims, findings)
     try:
         plugin = plugins.get("environment", name, where=VARIABLE if reason == VARIABLE else "trainer.environment")
-        chosen = asked if isinstance(asked, EnvironmentConfigBase) else parse_backend("environment", name, plugins)
+        chosen = (
+            requested if isinstance(requested, EnvironmentConfigBase) else parse_backend("environment", name, plugins)
+        )
         config = cast("EnvironmentConfigBase", chosen)
         in_job = any(claim.specificity >= Specificity.SCHEDULER for claim in claims.values())
         known = starting or in_job or name in claims or name == FALLBACK
@@ -178,8 +184,8 @@ def _unheard(
     """A broken environment inside a job that no other plugin knows: each host would train alone."""
     broken = {record.name: str(record.error) for record in plugins.records("environment") if record.error is not None}
     for tag in plugins.names("environment"):
-        said = [one.what for one in findings if one.code == "plugin-broken" and one.where == _where(tag)]
-        broken.update(dict.fromkeys([tag] if said else [], "; ".join(said)))
+        reasons = [one.what for one in findings if one.code == "plugin-broken" and one.where == _where(tag)]
+        broken.update(dict.fromkeys([tag] if reasons else [], "; ".join(reasons)))
     signs = [name for name in sorted(environ) if _JOB_VARIABLE.search(name) and environ[name]]
     if not broken or not signs or jobs.keys() - broken.keys() - {FALLBACK}:
         return []

@@ -42,6 +42,6 @@ def collect(packages: Path) -> dict[str, str]:
         for name, value in project.get("entry-points", {}).get("fairlead", {}).items():
             module = folder / "src" / value.partition(":")[0].replace(".", "/")
             source = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
-            said = [extra for extra in _EXTRA.findall(source.read_text(encoding="utf-8")) if extra in extras]
-            found[name] = said[0] if said else "check" if name.startswith("command.") else "lightning"
+            named = [extra for extra in _EXTRA.findall(source.read_text(encoding="utf-8")) if extra in extras]
+            found[name] = named[0] if named else "check" if name.startswith("command.") else "lightning"
     return dict(sorted(found.items()))

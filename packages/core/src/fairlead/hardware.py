@@ -17,21 +17,21 @@ def choose_accelerator(
     partial: PartialResolution, only: str | None = None
 ) -> tuple[AcceleratorConfigBase | None, Devices]:
     """The kind of device, and which of them are here; `only`: the tag of the one that the strategy drives."""
-    asked, nothing = partial.trainer.accelerator, Devices(0, "no accelerator is installed")
+    requested, nothing = partial.trainer.accelerator, Devices(0, "no accelerator is installed")
     if partial.profile is not None:
         return _profiled_accelerator(partial, partial.profile)
     tag, reason = "cpu", "no other device was found"
-    named = isinstance(asked, AcceleratorConfigBase) or only is not None
-    if not isinstance(asked, AcceleratorConfigBase) and only is not None:
+    named = isinstance(requested, AcceleratorConfigBase) or only is not None
+    if not isinstance(requested, AcceleratorConfigBase) and only is not None:
         tag, reason = only, f"the strategy {getattr(partial.trainer.strategy, 'name', '')} drives no other"
-    elif not isinstance(asked, AcceleratorConfigBase):
+    elif not isinstance(requested, AcceleratorConfigBase):
         by_tag = {plugin.tag: plugin for plugin in partial.accelerators().values()}
         for candidate in sorted(by_tag.values(), key=lambda plugin: -plugin.priority):
             seen = partial.probe(candidate)
             if candidate.priority > 0 and seen.count:
                 tag, reason = candidate.tag, f"{seen.count} found by {seen.evidence}"
                 break
-    config = partial.default("accelerator", AcceleratorConfigBase, asked, tag, reason)
+    config = partial.default("accelerator", AcceleratorConfigBase, requested, tag, reason)
     if config is None:
         return None, nothing
     plugin = partial.plugins.of(config)
@@ -43,9 +43,13 @@ def choose_accelerator(
             partial.hardware_severity(),
             "accelerator-unavailable",
             f"the accelerator {partial.settings['accelerator'].value!r} is not on this machine",
-            where="trainer.accelerator" if isinstance(asked, AcceleratorConfigBase) else "trainer.strategy",
+            where="trainer.accelerator" if isinstance(requested, AcceleratorConfigBase) else "trainer.strategy",
             why=f"{found.evidence}; available here: {', '.join(here) or 'none'}",
-            fix=("write `accelerator: auto`" if isinstance(asked, AcceleratorConfigBase) else "write `strategy: auto`")
+            fix=(
+                "write `accelerator: auto`"
+                if isinstance(requested, AcceleratorConfigBase)
+                else "write `strategy: auto`"
+            )
             + ", or run it where there is one; `check --for resources` is for that",
         )
     return config, found
@@ -61,13 +65,13 @@ def _profiled_accelerator(
     if kind in partial.plugins.names("accelerator"):
         tag = kind
     found = Devices(profile.devices_per_node, "resources.devices_per_node", (kind,) * profile.devices_per_node)
-    asked = partial.trainer.accelerator
-    config = partial.default("accelerator", AcceleratorConfigBase, asked, tag, f"resources.device={kind}")
-    if isinstance(asked, AcceleratorConfigBase) and asked.name != partial.plugins.get("accelerator", tag).tag:
+    requested = partial.trainer.accelerator
+    config = partial.default("accelerator", AcceleratorConfigBase, requested, tag, f"resources.device={kind}")
+    if isinstance(requested, AcceleratorConfigBase) and requested.name != partial.plugins.get("accelerator", tag).tag:
         partial.report(
             "error",
             "profile-mismatch",
-            f"the job asks for the accelerator {asked.name!r}, its resources are {kind!r}",
+            f"the job asks for the accelerator {requested.name!r}, its resources are {kind!r}",
             where="trainer.accelerator",
             fix=f"write `accelerator: {tag}` or `accelerator: auto`",
         )
@@ -83,9 +87,9 @@ def count_devices(
     one: bool = False,
 ) -> tuple[int, tuple[int, ...] | None]:
     """Ranks on this node, and the indices of their devices where the config lists them; `one`: no more than one."""
-    asked = partial.trainer.devices
-    explicit = None if asked in ("auto", -1) else len(asked) if isinstance(asked, list) else int(asked)
-    indices = tuple(asked) if isinstance(asked, list) else None
+    requested = partial.trainer.devices
+    explicit = None if requested in ("auto", -1) else len(requested) if isinstance(requested, list) else int(requested)
+    indices = tuple(requested) if isinstance(requested, list) else None
     if topology.launched and topology.local_world_size is not None:
         launched = topology.local_world_size
         if explicit is not None and explicit != launched.value:
@@ -146,12 +150,12 @@ def _enough(
     wrong = [i for i in indices or () if i >= found.count]
     if (wrong or explicit > found.count) and (found.count or partial.trainer.accelerator == "auto"):
         are = "is" if found.count == 1 else "are"
-        asked = f"the indices {wrong}" if wrong else f"{explicit} devices"
+        requested = f"the indices {wrong}" if wrong else f"{explicit} devices"
         valid = {0: "none", 1: "index 0"}.get(found.count, f"indices 0 to {found.count - 1}")
         partial.report(
             partial.hardware_severity(),
             "profile-mismatch" if partial.profile else "devices-count",
-            f"{asked} were asked for, but there {are} {found.count} of the kind {accelerator.name!r}",
+            f"{requested} were asked for, but there {are} {found.count} of the kind {accelerator.name!r}",
             where="trainer.devices",
             why=f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),
             fix=f"write `devices: {found.count}` or `auto` ({valid})" if found.count else "write `devices: auto`",

@@ -71,7 +71,7 @@ def _walk(value: Any, path: Path, environ: Mapping[str, str], found: Interpolate
         return [_walk(child, (*path, index), environ, found) for index, child in enumerate(value)]
     if not isinstance(value, str) or START not in value:
         return value
-    text = _Text(environ, kept=not any(is_secret_name(str(part)) for part in path))
+    text = _Text(environ, recorded=not any(is_secret_name(str(part)) for part in path))
     try:
         expanded = text.expand(value)
         scalar = resolve_plain(expanded) if isinstance(value, Unquoted) else expanded
@@ -86,10 +86,10 @@ def _walk(value: Any, path: Path, environ: Mapping[str, str], found: Interpolate
 
 
 class _Text:
-    """Expands one text; `used` are the names of its variables. What is `kept` with the run must be no secret."""
+    """Expands one text; `used` are the names of its variables. What is `recorded` with the run must hold no secret."""
 
-    def __init__(self, environ: Mapping[str, str], *, kept: bool) -> None:
-        self.environ, self.kept = environ, kept
+    def __init__(self, environ: Mapping[str, str], *, recorded: bool) -> None:
+        self.environ, self.recorded = environ, recorded
         self.used: list[str] = []
 
     def expand(self, text: str) -> str:
@@ -115,7 +115,7 @@ class _Text:
         self.used.append(name)
         value = self.environ.get(name, "")
         if value.strip():
-            if self.kept and is_secret_name(name):
+            if self.recorded and is_secret_name(name):
                 raise MistakeError(
                     f"the secret {name} would be written to the run directory",
                     why="a run keeps its settings, but for those whose own name is that of a secret",

@@ -119,9 +119,9 @@ def load_job(
         return loaded
     run = loaded.data.get("run")
     code = _folders(run.get("code") if isinstance(run, dict) else None)
-    said = main if ("run", "code") in places else origins.file(("run", "code")).path
+    named_in = main if ("run", "code") in places else origins.file(("run", "code")).path
     beside = [file.path for file in reversed(origins.files)]
-    root = code_root(main, code=code, cwd=cwd, beside=beside, code_base=said.parent)
+    root = code_root(main, code=code, cwd=cwd, beside=beside, code_base=named_in.parent)
     loaded = dataclasses.replace(loaded, root=root)
     name = "-".join(Path(one).stem for one in sources)
     return _validated(loaded, plugins, default_name=name)

@@ -54,11 +54,11 @@ class PartialResolution:
         """The accelerators that can be loaded, by tag and by the names of presets."""
         return cast("dict[str, AcceleratorPlugin]", self.plugins.loaded("accelerator"))
 
-    def default(self, axis: str, base: type[C], asked: C | str, tag: str, reason: str) -> C | None:
+    def default(self, axis: str, base: type[C], requested: C | str, tag: str, reason: str) -> C | None:
         """The config of an axis: as asked, else the plugin of a tag; an absent one is a finding."""
-        if isinstance(asked, base):
-            self.settings[axis] = Setting(self.plugins.label(asked), f"trainer.{axis}")
-            return asked
+        if isinstance(requested, base):
+            self.settings[axis] = Setting(self.plugins.label(requested), f"trainer.{axis}")
+            return requested
         try:
             self.plugins.get(axis, tag, where=f"trainer.{axis}")
         except FairleadError as error:
@@ -81,13 +81,13 @@ class PartialResolution:
                 self.findings.append(Finding.of(error, severity, "plugin-broken", where="trainer.accelerator"))
         return self.probed[plugin.tag]
 
-    def mismatch(self, name: str, asked: int, launched: Setting, noun: str) -> None:
+    def mismatch(self, name: str, requested: int, launched: Setting, noun: str) -> None:
         """Reports a config that disagrees with the launcher."""
         self.report(
             "error",
             "launch-mismatch",
-            f"trainer.{name} is {asked}, but the launcher started {launched.value} {noun}",
+            f"trainer.{name} is {requested}, but the launcher started {launched.value} {noun}",
             where=f"trainer.{name}",
             why=f"{launched.value} comes from {launched.reason}",
-            fix=f"write `{name}: auto`, or start the job with {asked}",
+            fix=f"write `{name}: auto`, or start the job with {requested}",
         )

@@ -63,9 +63,9 @@ class _Resolver(PartialResolution):
         self.settings["environment"] = chosen.setting
         self.inside_job = chosen.inside_job and self.profile is None
         topology = (chosen.topology if self.profile is None else None) or Topology(launched=False)
-        asked = self._asked_strategy()
-        accelerator, found = choose_accelerator(self, asked.accelerator if asked is not None else None)
-        one = asked is not None and asked.one_rank
+        requested = self._requested_strategy()
+        accelerator, found = choose_accelerator(self, requested.accelerator if requested is not None else None)
+        one = requested is not None and requested.one_rank
         devices, indices = count_devices(self, accelerator, found, topology, one=one)
         topology = nodes_from_world_size(topology, devices)
         num_nodes = self._num_nodes(topology)
@@ -114,29 +114,29 @@ class _Resolver(PartialResolution):
         )
 
     def _layer_sync(self) -> LayerSyncConfigBase | None:
-        asked = self.trainer.layer_sync
-        if asked is not None:
-            self.settings["layer_sync"] = Setting(asked.name, "trainer.layer_sync")
+        requested = self.trainer.layer_sync
+        if requested is not None:
+            self.settings["layer_sync"] = Setting(requested.name, "trainer.layer_sync")
         elif self.trainer.sync_batchnorm:  # not Lightning's own, which has no layers for a CPU
             return self.default(
                 "layer_sync", LayerSyncConfigBase, "auto", "torch_sync_batchnorm", "trainer.sync_batchnorm"
             )
-        return asked
+        return requested
 
     def _num_nodes(self, topology: Topology) -> int:
-        asked, launched = self.trainer.num_nodes, topology.num_nodes
-        if not self.trainer.auto_determine_num_nodes and asked == "auto":
-            asked = 1
+        requested, launched = self.trainer.num_nodes, topology.num_nodes
+        if not self.trainer.auto_determine_num_nodes and requested == "auto":
+            requested = 1
         if self.profile is not None:
-            return self._profiled_nodes(asked, self.profile)
-        if isinstance(asked, int):
+            return self._profiled_nodes(requested, self.profile)
+        if isinstance(requested, int):
             alone = self.settings["environment"].value == FALLBACK and not topology.launched
-            if asked > 1 and alone:
-                self._not_started(asked)
-            elif launched is not None and launched.value != asked:
-                self.mismatch("num_nodes", asked, launched, "nodes")
-            path = "trainer.num_nodes" if self.trainer.num_nodes == asked else "trainer.auto_determine_num_nodes"
-            self.settings["num_nodes"] = launched if launched is not None else Setting(asked, path)
+            if requested > 1 and alone:
+                self._not_started(requested)
+            elif launched is not None and launched.value != requested:
+                self.mismatch("num_nodes", requested, launched, "nodes")
+            path = "trainer.num_nodes" if self.trainer.num_nodes == requested else "trainer.auto_determine_num_nodes"
+            self.settings["num_nodes"] = launched if launched is not None else Setting(requested, path)
         else:
             self.settings["num_nodes"] = launched or Setting(1, "one machine")
         return int(self.settings["num_nodes"].value)
@@ -154,17 +154,19 @@ class _Resolver(PartialResolution):
             ),
         )
 
-    def _profiled_nodes(self, asked: int | str, profile: ResourcesConfig) -> int:
+    def _profiled_nodes(self, requested: int | str, profile: ResourcesConfig) -> int:
         """Nodes of `resources`; asking for fewer is fine."""
-        if isinstance(asked, int) and asked > profile.nodes:
+        if isinstance(requested, int) and requested > profile.nodes:
             self.report(
                 "error",
                 "profile-mismatch",
-                f"the job asks for {asked} nodes, its resources have {profile.nodes}",
+                f"the job asks for {requested} nodes, its resources have {profile.nodes}",
                 where="trainer.num_nodes",
-                fix=f"write `num_nodes: auto` or `resources.nodes: {asked}`",
+                fix=f"write `num_nodes: auto` or `resources.nodes: {requested}`",
             )
-        nodes, reason = (asked, "trainer.num_nodes") if isinstance(asked, int) else (profile.nodes, "resources.nodes")
+        nodes, reason = (
+            (requested, "trainer.num_nodes") if isinstance(requested, int) else (profile.nodes, "resources.nodes")
+        )
         self.settings["num_nodes"] = Setting(nodes, reason)
         return nodes
 
@@ -211,10 +213,10 @@ class _Resolver(PartialResolution):
             port = topology.main_port or Setting(None, "the ranks agree on a free one")
         self.settings["main_port"] = topology.main_port or port
 
-    def _asked_strategy(self) -> StrategyPlugin | None:
+    def _requested_strategy(self) -> StrategyPlugin | None:
         """The plugin of the strategy that the config names; None: `auto`, or one that is not installed."""
-        asked = self.trainer.strategy
-        plugin = self.plugins.of(asked) if isinstance(asked, StrategyConfigBase) else None
+        requested = self.trainer.strategy
+        plugin = self.plugins.of(requested) if isinstance(requested, StrategyConfigBase) else None
         return plugin if isinstance(plugin, StrategyPlugin) else None
 
     def _strategy(
@@ -257,11 +259,11 @@ class _Resolver(PartialResolution):
         return self.default("checkpoint_io", CheckpointIOConfigBase, self.trainer.checkpoint_io, tag or "torch", reason)
 
     def _requeue(self, chosen: ChosenEnvironment) -> RequeueConfigBase | None:
-        asked, environment = self.trainer.requeue, chosen.config
+        requested, environment = self.trainer.requeue, chosen.config
         wanted = environment.auto_requeue if environment else None
         signal = environment.requeue_signal if environment else None
-        if isinstance(asked, RequeueConfigBase):
-            if signal is not None or (wanted is False and asked.name != "none"):
+        if isinstance(requested, RequeueConfigBase):
+            if signal is not None or (wanted is False and requested.name != "none"):
                 self.report(
                     "error",
                     "axis-set-twice",
@@ -269,12 +271,12 @@ class _Resolver(PartialResolution):
                     where="trainer.requeue",
                     fix="keep one of the two",
                 )
-            return self.default("requeue", RequeueConfigBase, asked, "none", "")
+            return self.default("requeue", RequeueConfigBase, requested, "none", "")
         tag, reason = "none", "trainer.environment.auto_requeue=false"
         if wanted is not False:
             name = environment.name if environment is not None else None
             tag, reason = choose_requeuer(name, chosen.jobs, self.environ, self.plugins)
-        config = self.default("requeue", RequeueConfigBase, asked, tag, reason)
+        config = self.default("requeue", RequeueConfigBase, requested, tag, reason)
         if config is not None and signal is not None:
             config = config.model_copy(update={"signals": (signal,)})
         return config
@@ -288,9 +290,9 @@ class _Resolver(PartialResolution):
         if isinstance(plugin, AcceleratorPlugin):
             backend, device = plugin.backend, plugin.device_type or plugin.tag
         reason = f"for the device {device}"
-        asked: str = getattr(strategy, "process_group_backend", "auto")
-        if asked != "auto":
-            backend, reason = asked, "trainer.strategy.process_group_backend"
+        requested: str = getattr(strategy, "process_group_backend", "auto")
+        if requested != "auto":
+            backend, reason = requested, "trainer.strategy.process_group_backend"
         self.settings["backend"] = Setting(backend, reason)
         return backend, device
 

@@ -9,15 +9,15 @@ from fairlead.facts import Job, Setting
 
 
 def choose_threads(
-    asked: int | str, environ: Mapping[str, str], ranks: int, *, job: Job | None = None, cpus: int | None = None
+    requested: int | str, environ: Mapping[str, str], ranks: int, *, job: Job | None = None, cpus: int | None = None
 ) -> Setting:
     """The threads of one rank, with the reason; `cpus` stands for what the system says this process may use.
 
     A task that its launcher binds to CPUs may use those only; where tasks are not bound, each sees all CPUs of the
     node, and they have to share.
     """
-    if asked != "auto":
-        return Setting(int(asked), "trainer.threads")
+    if requested != "auto":
+        return Setting(int(requested), "trainer.threads")
     given = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # `8,2` is for nested regions
     if given.isdecimal() and int(given):
         return Setting(int(given), "OMP_NUM_THREADS")

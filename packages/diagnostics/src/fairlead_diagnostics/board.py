@@ -47,7 +47,7 @@ class _Peer:
 class _Phase:
     values: dict[int, Any] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
-    told: bool = False
+    reported: bool = False
 
 
 def _greeting(identity: str) -> bytes:
@@ -169,9 +169,9 @@ class Board:
     def _tell(self) -> None:
         """Answers where all that are there have said their part."""
         for name, phase in list(self._phases.items()):
-            if phase.told or set(range(self._nodes)) - phase.values.keys() - self._gone.keys():
+            if phase.reported or set(range(self._nodes)) - phase.values.keys() - self._gone.keys():
                 continue
-            phase.told = True
+            phase.reported = True
             short = {"phase": name, "values": {}, "gone": self._gone}
             full = {**short, "values": phase.values}
             for node, peer in list(self._peers.items()):

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requested:
     """What a job asks of a node, as plain values: it is handed to another process.
 
     Args:
@@ -37,7 +37,7 @@ class Result:
     """What a check has found.
 
     Args:
-        ok: False: the node is unfit; None: the check was not made, and `said` has why.
+        ok: False: the node is unfit; None: the check was not made, and `detail` says why.
         said: In a few words what was seen.
         seconds: What is compared with the other nodes, where slowness shows in it.
         warns: Whether what it says is worth a warning though it is ok.
@@ -46,7 +46,7 @@ class Result:
     """
 
     ok: bool | None
-    said: str
+    detail: str
     seconds: float | None = None
     warns: bool = False
     failed: Mapping[int, str] = field(default_factory=dict)
@@ -73,9 +73,9 @@ class Bench:
         kept: What an earlier check of the same process has left, such as a store.
     """
 
-    asked: Asked
+    requested: Requested
     progress: Callable[[], None] = lambda: None
-    kept: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

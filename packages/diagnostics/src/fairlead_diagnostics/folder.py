@@ -57,7 +57,7 @@ class Folder:
 
     def __init__(self, path: Path | None, nodes: int) -> None:
         self._path, self._nodes = path, nodes
-        self._said: dict[int, str] = {}
+        self._reported: dict[int, str] = {}
         self._over = threading.Event()
 
     def watch(self) -> None:
@@ -68,20 +68,20 @@ class Folder:
             while not self._over.wait(_LOOK_S):
                 self._put(_ALIVE, {"at": time.time()})
                 for node in range(1, self._nodes):
-                    if (said := self._get(f"node-{node}.json")) is not None:
-                        self._said[node] = str(said["why"])
+                    if (ended := self._get(f"node-{node}.json")) is not None:
+                        self._reported[node] = str(ended["why"])
 
         if self._path is not None:
             threading.Thread(target=work, name="fairlead-doctor-watch", daemon=True).start()
 
     def why(self, node: int) -> str | None:
         """On node 0: why a node does not come, as it says itself."""
-        return self._said.get(node)
+        return self._reported.get(node)
 
-    def report(self, code: int, told: tuple[str, ...]) -> None:
+    def report(self, code: int, lines: tuple[str, ...]) -> None:
         """On node 0: how it ends."""
         self.close()
-        within(_WRITE_S, lambda: self._put(_REPORT, {"code": code, "told": told}), None)
+        within(_WRITE_S, lambda: self._put(_REPORT, {"code": code, "told": lines}), None)
 
     def close(self) -> None:
         """On node 0: shows no more that it lives."""

@@ -30,7 +30,7 @@ class Outcome:
     """
 
     code: int
-    told: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
 
 
@@ -68,8 +68,8 @@ def decide(
     known = excluded_nodes(read_history(run / HISTORY_FILE))
     total = len({*known, *bad})
     if total > most:
-        said = f"{', '.join(known)} excluded already; " if known else ""
-        return _unfit(f"{said}with {', '.join(bad)} it would be {total}, and --max-excluded is {most}", bad)
+        note = f"{', '.join(known)} excluded already; " if known else ""
+        return _unfit(f"{note}with {', '.join(bad)} it would be {total}, and --max-excluded is {most}", bad)
     history = History(run / HISTORY_FILE)
     recorded = False
     try:
@@ -90,7 +90,7 @@ def decide(
 
 
 def _unfit(why: str, bad: Mapping[str, str]) -> Outcome:
-    told = [f"nothing is excluded: {why}"]
+    lines = [f"nothing is excluded: {why}"]
     if bad:
-        told.append(f"by hand: exclude {','.join(bad)} (`submit.exclude`, `sbatch --exclude`), and submit again")
-    return Outcome(ExitCode.FAILED, tuple(told))
+        lines.append(f"by hand: exclude {','.join(bad)} (`submit.exclude`, `sbatch --exclude`), and submit again")
+    return Outcome(ExitCode.FAILED, tuple(lines))

@@ -13,7 +13,7 @@ from fairlead_diagnostics.screen import Screened
 def here_lines(results: Mapping[str, Result]) -> list[str]:
     """One line for each check of one machine, and whether it is fit."""
     width = max(map(len, results))
-    lines = [f"{name:<{width}}  {_state(result)}{result.said}" for name, result in results.items()]
+    lines = [f"{name:<{width}}  {_state(result)}{result.detail}" for name, result in results.items()]
     unfit = [name for name, result in results.items() if result.ok is False]
     return [*lines, f"unfit: {', '.join(unfit)}" if unfit else "fit"]
 
@@ -33,12 +33,12 @@ def _state(result: Result) -> str:
 def screen_lines(screened: Screened) -> list[str]:
     """What a screen of several nodes has found, what is bad first; once it is decided, what was done."""
     if screened.outcome is not None:
-        return [f"  {text}" for text in screened.outcome.told]
+        return [f"  {text}" for text in screened.outcome.lines]
     verdict, hosts = screened.verdict, screened.hosts
     bad = len(verdict.bad)
     count = f"{len(hosts)} node{'s' if len(hosts) > 1 else ''}"
-    said = f"{bad} bad" if bad else "all fit" if verdict.fit else "unfit"
-    lines = [f"doctor: {count} screened in {screened.seconds:.1f} s: {said}"]
+    summary = f"{bad} bad" if bad else "all fit" if verdict.fit else "unfit"
+    lines = [f"doctor: {count} screened in {screened.seconds:.1f} s: {summary}"]
     for node, reasons in verdict.bad.items():
         lines += [f"  bad: {hosts[node]}: {reason}" for reason in reasons]
     lines += [f"  unfit: {text}" for text in verdict.unclear]
@@ -59,7 +59,7 @@ def screen_document(screened: Screened, outcome: Outcome) -> dict[str, Any]:
         "outcome": {
             "code": outcome.code,
             "excluded": list(outcome.excluded),
-            "told": list(outcome.told),
+            "told": list(outcome.lines),
         },
         "nodes": _nodes(screened, hosts),
     }
@@ -69,6 +69,6 @@ def _nodes(screened: Screened, hosts: Mapping[int, str]) -> Sequence[Mapping[str
     found = []
     for node in sorted(hosts):
         report = screened.reports.get(node)
-        said = report.plain() if report is not None else {"host": hosts[node], "gone": screened.gone.get(node)}
-        found.append({"node": node, **said})
+        summary = report.plain() if report is not None else {"host": hosts[node], "gone": screened.gone.get(node)}
+        found.append({"node": node, **summary})
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead_diagnostics.board import Board, Seat, UnreachableError
-from fairlead_diagnostics.checking import Asked, Check, Result
+from fairlead_diagnostics.checking import Check, Requested, Result
 from fairlead_diagnostics.checks import LOCAL, NAMES, OPEN, PAIR
 from fairlead_diagnostics.folder import Folder, within
 from fairlead_diagnostics.outcome import Outcome
@@ -78,7 +78,7 @@ class Screen:
     """
 
     place: Place
-    asked: Asked
+    requested: Requested
     decide: Decide
     show: Callable[[Screened], None]
     environ: Mapping[str, str]
@@ -98,7 +98,7 @@ class Screen:
         """
         place, began = self.place, time.monotonic()
         if place.nodes == 1:
-            with Worker(self.asked, self.environ) as worker:
+            with Worker(self.requested, self.environ) as worker:
                 report = NodeReport(place.host, self._local(worker))
             return self._end({0: report}, {}, {0: place.host}, began).code
         board = None
@@ -130,7 +130,7 @@ class Screen:
 
     def _among_others(self, seat: Seat, began: float) -> int:
         place = self.place
-        with Worker(self.asked, self.environ) as worker:
+        with Worker(self.requested, self.environ) as worker:
             values, _ = seat.gather("hello", place.host)
             names = dict(enumerate(place.hosts)) if len(place.hosts) == place.nodes else {}
             hosts = {node: str(values.get(node, names.get(node, f"node {node}"))) for node in range(place.nodes)}
@@ -143,10 +143,10 @@ class Screen:
             if pairs and all(result.ok is None for result in pairs.values()):
                 results[OPEN.name] = next(iter(pairs.values()))
         report = NodeReport(place.host, results, pairs, offset)
-        said, gone = seat.gather("report", report.plain(), share=place.node == 0)
+        gathered, gone = seat.gather("report", report.plain(), share=place.node == 0)
         code = None
         if place.node == 0:
-            code = self._end({node: NodeReport.of(one) for node, one in said.items()}, gone, hosts, began).code
+            code = self._end({node: NodeReport.of(one) for node, one in gathered.items()}, gone, hosts, began).code
         ends, _ = seat.gather("end", code)
         return int(ends[0])
 
@@ -160,7 +160,7 @@ class Screen:
         last: bool | None = None
         for turn, pairs in enumerate(schedule(list(there))):
             store = worker.run(OPEN)
-            own = {"port": store.data, "ok": store.ok, "said": store.said, "last": last}
+            own = {"port": store.data, "ok": store.ok, "detail": store.detail, "last": last}
             values, gone = seat.gather(f"round {turn}", own)
             fails.update(node for node, one in values.items() if one["last"] is False)
             succeeded |= {node for node, one in values.items() if one["last"]}
@@ -181,7 +181,7 @@ class Screen:
     ) -> Result:
         for node in pair:
             if not values[node]["ok"]:
-                return Result(values[node]["ok"], values[node]["said"])
+                return Result(values[node]["ok"], values[node]["detail"])
         first = pair[0]
         host = None if first == self.place.node else hosts[first]
         # Torch's own words come out before the check's limit.
@@ -197,5 +197,5 @@ class Screen:
         late = Outcome(1, (f"nothing is excluded: that was not decided within {_DECIDES_S:g} s",))
         outcome = within(_DECIDES_S, lambda: self.decide(verdict, hosts), late)
         self.show(replace(screened, outcome=outcome))
-        self._files.report(int(outcome.code), outcome.told)
+        self._files.report(int(outcome.code), outcome.lines)
         return outcome

@@ -94,19 +94,19 @@ def judge(
         alike = len(failed) == len(made) and not (check.sure and len(made) == 1)
         if failed and alike:
             where = "on every node" if len(made) > 1 else "on the only node"
-            unclear.append(f"{check.name} fails {where}: {next(iter(failed.values())).said}")
+            unclear.append(f"{check.name} fails {where}: {next(iter(failed.values())).detail}")
         elif failed:
             for node, result in failed.items():
-                bad.setdefault(node, []).append(f"{check.name}: {result.said}")
-    for name, tried, said in _between(reports, gone, hosts):
+                bad.setdefault(node, []).append(f"{check.name}: {result.detail}")
+    for name, tried, failures in _between(reports, gone, hosts):
         guilty, open_pairs = blame(tried)
         for node in guilty:
-            seen = [text for pair, texts in said.items() if node in pair and not tried[pair] for text in texts]
+            seen = [text for pair, texts in failures.items() if node in pair and not tried[pair] for text in texts]
             seen = [text.removeprefix(f"{hosts[node]}: ") for text in seen]
             bad.setdefault(node, []).append(f"{name}: {'; '.join(dict.fromkeys(seen[:4]))}")
         pairs = [pair for pair in open_pairs if not set(pair) & guilty]
         if pairs:
-            shown = "; ".join(text for pair in pairs[:4] for text in said[pair])
+            shown = "; ".join(text for pair in pairs[:4] for text in failures[pair])
             unclear.append(f"{name}, and the node at fault is unknown: {shown}")
     return Verdict(
         {node: bad[node] for node in sorted(bad)}, unclear, _warnings(reports, hosts), _not_made(reports, checks)
@@ -124,15 +124,15 @@ def _between(
     found = [("not there", *came)]
     for name in ("names", "all-reduce"):
         tried: dict[Pair, bool] = {}
-        said: dict[Pair, list[str]] = {}
+        failures: dict[Pair, list[str]] = {}
         for node, report in sorted(reports.items()):
             for other, why in _tried(name, report, reports).items():
                 if node == other:
                     continue
                 pair = (min(node, other), max(node, other))
                 tried[pair] = tried.get(pair, True) and why is None
-                said.setdefault(pair, []).extend([f"{hosts[node]} with {hosts[other]}: {why}"] if why else [])
-        found.append((name, tried, said))
+                failures.setdefault(pair, []).extend([f"{hosts[node]} with {hosts[other]}: {why}"] if why else [])
+        found.append((name, tried, failures))
     return found
 
 
@@ -140,18 +140,18 @@ def _tried(name: str, report: NodeReport, reports: Mapping[int, NodeReport]) -> 
     """With which nodes one has tried something, and why it failed; None: it did not."""
     if name == "all-reduce":
         made = {node: result for node, result in report.pairs.items() if result.ok is not None and node in reports}
-        return {node: None if result.ok else result.said for node, result in made.items()}
+        return {node: None if result.ok else result.detail for node, result in made.items()}
     result = report.results.get(name)
     if result is None or result.ok is None:
         return {}
     if result.ok is False and not result.failed:  # it hung, or crashed: with everybody
-        return dict.fromkeys(reports, result.said)
+        return dict.fromkeys(reports, result.detail)
     return {node: result.failed.get(node) for node in reports}
 
 
 def _warnings(reports: Mapping[int, NodeReport], hosts: Mapping[int, str]) -> list[str]:
-    said = [
-        f"{hosts[node]}: {name}: {result.said}"
+    failures = [
+        f"{hosts[node]}: {name}: {result.detail}"
         for node, report in sorted(reports.items())
         for name, result in report.results.items()
         if result.warns and result.ok
@@ -170,22 +170,22 @@ def _warnings(reports: Mapping[int, NodeReport], hosts: Mapping[int, str]) -> li
             others = [one for other, one in taken.items() if other != node]
             usual = statistics.median(others) if len(others) > 1 else seconds
             if seconds > SLOW * usual and seconds > usual + _SLOW_S:
-                said.append(
+                failures.append(
                     f"{hosts[node]} is slow: {name} took {seconds:.2f} s; the median of the others is {usual:.2f} s"
                 )
     middle = statistics.median(report.offset_s for report in reports.values()) if reports else 0.0
     for node, report in sorted(reports.items()):
         if abs(skew := middle - report.offset_s) > SKEW_S:
-            said.append(
+            failures.append(
                 f"{hosts[node]}: its clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the others'"
             )
-    return said
+    return failures
 
 
 def _not_made(reports: Mapping[int, NodeReport], checks: Sequence[Check]) -> list[str]:
-    said = []
+    failures = []
     for name in (*(check.name for check in checks), "all-reduce"):
         found = [report.results[name] for report in reports.values() if name in report.results]
         if found and all(result.ok is None for result in found):
-            said.append(f"{name}: {found[0].said}")
-    return said
+            failures.append(f"{name}: {found[0].detail}")
+    return failures

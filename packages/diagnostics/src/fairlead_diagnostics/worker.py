@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fairlead_diagnostics.checking import Asked, Bench, Check, Result
+from fairlead_diagnostics.checking import Bench, Check, Requested, Result
 
 _START_S = 120.0
 """On a busy node or a slow file system an interpreter starts and imports a check within this; then its limit begins."""
@@ -29,13 +29,13 @@ class Worker:
         environ: The variables of the process.
 
     Example:
-        >>> with Worker(Asked(), os.environ) as worker:
+        >>> with Worker(Requested(), os.environ) as worker:
         ...     worker.run(Check("name", "fairlead_diagnostics.checks.software:python")).ok
         True
     """
 
-    def __init__(self, asked: Asked, environ: Mapping[str, str]) -> None:
-        self._asked, self._environ = asked, environ
+    def __init__(self, requested: Requested, environ: Mapping[str, str]) -> None:
+        self._requested, self._environ = requested, environ
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
@@ -49,7 +49,7 @@ class Worker:
         """Makes one check; where it hangs or crashes, that is its result, and the next one gets a new process."""
         if check.torch and importlib.util.find_spec("torch") is None:
             return Result(None, "torch is not installed")
-        if check.folder and self._asked.folder is None:
+        if check.folder and self._requested.folder is None:
             return Result(None, "no run was named, so that there is no folder to look at")
         parts = 0
         try:
@@ -95,7 +95,7 @@ class Worker:
                     env=dict(self._environ),
                     pass_fds=[theirs.fileno()],
                 )
-            self._pipe.send((sys.path, self._asked))
+            self._pipe.send((sys.path, self._requested))
         return self._pipe
 
     def _ended(self) -> str:
@@ -112,9 +112,9 @@ def main(pipe: Connection) -> None:
     """Makes the checks that it is told, until the other end is gone."""
     for number in _STOPS:
         signal.signal(number, signal.SIG_IGN)  # whoever started this process ends it
-    path, asked = pipe.recv()
+    path, requested = pipe.recv()
     sys.path[:] = path
-    bench = Bench(asked, lambda: pipe.send(None))
+    bench = Bench(requested, lambda: pipe.send(None))
     with contextlib.suppress(EOFError):
         while True:
             name, arguments = pipe.recv()

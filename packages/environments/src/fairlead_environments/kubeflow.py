@@ -134,25 +134,25 @@ def idle_job(environ: Mapping[str, str]) -> Unused | None:
 
 def _ranks_per_pod(environ: Mapping[str, str]) -> Setting | None:
     """The job's `nprocPerNode`; None where it is to be counted (`auto`) or the operator does not pass it."""
-    asked = text(environ, "PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE")
-    if asked is None or asked.value in _COUNTED_BY_TORCHRUN:
+    requested = text(environ, "PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE")
+    if requested is None or requested.value in _COUNTED_BY_TORCHRUN:
         return None
-    return integer(environ, asked.reason, minimum=1)
+    return integer(environ, requested.reason, minimum=1)
 
 
 def _num_pods(environ: Mapping[str, str], per_pod: Setting | None) -> Setting:
-    asked = text(environ, "PET_NNODES")
-    if asked is not None and ":" in asked.value:
-        low, _, high = asked.value.partition(":")
+    requested = text(environ, "PET_NNODES")
+    if requested is not None and ":" in requested.value:
+        low, _, high = requested.value.partition(":")
         if low != high or not low.isdigit():
             raise ConfigError(
-                f"PET_NNODES is {asked.value!r}: the number of pods may change",
+                f"PET_NNODES is {requested.value!r}: the number of pods may change",
                 where="environment variable PET_NNODES",
                 why="only torchrun can bring an elastic job together",
                 fix="start the job with `torchrun -m fairlead fit JOB`, or take `elasticPolicy` out of the PyTorchJob",
             )
-        return Setting(int(low), asked.reason)
-    if asked is not None:
+        return Setting(int(low), requested.reason)
+    if requested is not None:
         return required(environ, "PET_NNODES", by=_BY, minimum=1)
     world = required(environ, "WORLD_SIZE", by=_BY, minimum=1)
     if per_pod is None:

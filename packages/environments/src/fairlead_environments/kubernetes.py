@@ -74,10 +74,10 @@ class Kubernetes(LaunchedEnvironment):
             return started_here
         address = given_address(config.main_address, environ)
         if address is None:
-            raise _unsaid("MASTER_ADDR", "by which name the first pod is reached", "<job>-0.<headless service>")
+            raise _missing("MASTER_ADDR", "by which name the first pod is reached", "<job>-0.<headless service>")
         world, nodes = integer(environ, "WORLD_SIZE", minimum=1), integer(environ, "NNODES", minimum=1)
         if world is None and nodes is None:
-            raise _unsaid("WORLD_SIZE", "how many pods train together", "<pods x devices in each>")
+            raise _missing("WORLD_SIZE", "how many pods train together", "<pods x devices in each>")
         per_pod = local_world_size(environ, world, nodes)
         if per_pod is not None and world is not None and world.value % per_pod.value:
             raise ConfigError(
@@ -111,7 +111,7 @@ class Kubernetes(LaunchedEnvironment):
 kubernetes = Kubernetes()
 
 
-def _unsaid(name: str, what: str, value: str) -> ConfigError:
+def _missing(name: str, what: str, value: str) -> ConfigError:
     return ConfigError(
         f"{name} is not set",
         where=f"environment variable {name}",

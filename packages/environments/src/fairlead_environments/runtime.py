@@ -152,12 +152,12 @@ class ResolvedEnvironment(ClusterEnvironment):
         if not self._launched:
             return
         pairs = (("devices", num_devices, self._local_world_size), ("num_nodes", num_nodes, self._num_nodes))
-        for name, asked, started in pairs:
-            if started is not None and asked != started:
+        for name, requested, started in pairs:
+            if started is not None and requested != started:
                 raise ConfigError(
-                    f"{name} is {asked}, but the launcher started {started}",
+                    f"{name} is {requested}, but the launcher started {started}",
                     where=f"trainer.{name}",
-                    fix=f"write `{name}: auto`, or start the job with {asked}",
+                    fix=f"write `{name}: auto`, or start the job with {requested}",
                 )
 
     def teardown(self) -> None:

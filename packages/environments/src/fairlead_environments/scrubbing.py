@@ -34,10 +34,10 @@ def _hides(launchers: tuple[Launcher, ...], keep: Iterable[str], also: Iterable[
             near = did_you_mean(str(launcher), LAUNCHERS)
             fix = f"write {near!r}" if near else f"name one of {', '.join(LAUNCHERS)}"
             raise ConfigError(f"unknown launcher {launcher!r}", where="launchers", fix=fix)
-    kept, more = _matches(keep), _matches(also)
+    keeps, more = _matches(keep), _matches(also)
     families = {family for launcher in launchers or LAUNCHERS for family in FAMILIES[launcher]}
     rules = [(_matches(family.hide), _matches(family.keep)) for family in families]
-    return lambda name: not kept(name) and (more(name) or any(hide(name) and not keep(name) for hide, keep in rules))
+    return lambda name: not keeps(name) and (more(name) or any(hide(name) and not keep(name) for hide, keep in rules))
 
 
 def clean_environment(

@@ -35,15 +35,15 @@ def candidate_ports(identity: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def given_address(asked: str | None, environ: Mapping[str, str]) -> Setting | None:
+def given_address(requested: str | None, environ: Mapping[str, str]) -> Setting | None:
     """The config's main address, else MASTER_ADDR; None leaves it to the environment."""
-    return text(environ, "MASTER_ADDR") if asked is None else Setting(asked, "environment.main_address")
+    return text(environ, "MASTER_ADDR") if requested is None else Setting(requested, "environment.main_address")
 
 
-def given_port(asked: int | None, environ: Mapping[str, str]) -> Setting | None:
+def given_port(requested: int | None, environ: Mapping[str, str]) -> Setting | None:
     """The config's port, else MASTER_PORT; None leaves it to the ranks."""
-    if asked is not None:
-        return Setting(asked, "environment.main_port")
+    if requested is not None:
+        return Setting(requested, "environment.main_port")
     exported = integer(environ, "MASTER_PORT", minimum=1)
     if exported is not None and exported.value > 65535:
         raise malformed("MASTER_PORT", str(exported.value), "a TCP port from 1 to 65535")
@@ -51,7 +51,7 @@ def given_port(asked: int | None, environ: Mapping[str, str]) -> Setting | None:
 
 
 def meeting(
-    asked: int | None,
+    requested: int | None,
     environ: Mapping[str, str],
     parts: Mapping[str, object],
     *,
@@ -64,7 +64,7 @@ def meeting(
     and of each rank, where known.
     """
     identity = ", ".join(f"{name} {value}" for name, value in parts.items())
-    given = given_port(asked, environ)
+    given = given_port(requested, environ)
     ports = () if given is not None else candidate_ports(identity)
     first = given or Setting(
         ports[0], f"the first free one of {len(ports)} ports derived from {identity}; this is the first"

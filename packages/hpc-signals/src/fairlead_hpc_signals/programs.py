@@ -89,13 +89,13 @@ def run_command(
         done = attempt([program, *argv[1:]], settings.timeout_s, environ)
         attempts.append(done)
         if done.code == 0:
-            head = done.said.splitlines()[0] if done.said else ""
+            head = done.message.splitlines()[0] if done.message else ""
             return f"{shown}: {head}" if head else shown
-        if any(words in done.said for words in done_before):
-            return f"{shown}: {done.said.splitlines()[0]}"
-        fix = next((fix for words, fix in (refusals or {}).items() if words in done.said), None)
+        if any(words in done.message for words in done_before):
+            return f"{shown}: {done.message.splitlines()[0]}"
+        fix = next((fix for words, fix in (refusals or {}).items() if words in done.message), None)
         if fix is not None:
-            raise RunFailedError("the job is not requeued: it was refused", where=shown, why=done.said, fix=fix)
+            raise RunFailedError("the job is not requeued: it was refused", where=shown, why=done.message, fix=fix)
     kind = UnansweredError if all(one.code is None for one in attempts) else RunFailedError
     raise kind(
         f"the job is not requeued after {len(attempts)} attempt{'s' if len(attempts) > 1 else ''}",
@@ -109,7 +109,7 @@ def _story(attempts: Sequence[Attempt], timeout_s: float) -> str:
     lines = []
     for one in attempts:
         if one.code is None:
-            lines.append(f"no answer within {timeout_s:g} s (it may have arrived all the same) {one.said}".strip())
+            lines.append(f"no answer within {timeout_s:g} s (it may have arrived all the same) {one.message}".strip())
         else:
-            lines.append(f"exit code {one.code}: {one.said or 'no output'}")
+            lines.append(f"exit code {one.code}: {one.message or 'no output'}")
     return "\n".join(dict.fromkeys(lines))

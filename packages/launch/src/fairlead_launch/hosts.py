@@ -192,15 +192,15 @@ class Hosts:
                     own.flush()
 
     def _wait(self, received: list[int]) -> None:
-        told, failed = 0, set[str]()
+        signalled, failed = 0, set[str]()
         while True:
             running = [host for host in self._hosts if host.process.poll() is None]
             while received:
                 number = received.pop(0)
                 # The first tells the others, once; who asks again means all.
-                for host in running if told and number == signal.SIGINT else running[:1]:
+                for host in running if signalled and number == signal.SIGINT else running[:1]:
                     host.tell(str(int(number)))
-                told += 1
+                signalled += 1
             for host in self._hosts:
                 if host not in running and not host.started and host.name not in failed:
                     failed.add(host.name)

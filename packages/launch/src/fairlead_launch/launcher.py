@@ -31,17 +31,17 @@ from fairlead_launch.worker import run_worker
 from fairlead_runs.waiting import parse_ranks
 
 
-def processes_per_node(asked: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
+def processes_per_node(requested: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
     """How many processes a node has, and why; `ConfigError`: one for each GPU is asked for, and there is none."""
-    if isinstance(asked, int):
-        return asked, "--nproc"
+    if isinstance(requested, int):
+        return requested, "--nproc"
     kinds = [cast("AcceleratorPlugin", plugin) for plugin in plugins.distinct("accelerator").values()]
     for kind in sorted(kinds, key=lambda kind: -kind.priority):
         if kind.priority > 0:
             for devices in plugins.call(kind, "fairlead_devices", environ=environ):
                 if isinstance(devices, Devices) and devices.count:
                     return devices.count, f"{devices.count} found by {devices.evidence}"
-    if asked == "gpu":
+    if requested == "gpu":
         raise ConfigError(
             "there is no GPU on this machine",
             where="--nproc gpu",
@@ -72,7 +72,7 @@ class DistributedLauncher:
         self._plugins = plugins or PluginManager()
         self._stderr = stderr or sys.stderr
         self._server: ForkServer | None = None
-        self._said = False
+        self._announced = False
 
     def launch(self, script: str | os.PathLike[str], *words: str) -> int:
         """Runs the script with these words on all processes; returns the exit code: 0 when all went well.
@@ -202,8 +202,8 @@ class DistributedLauncher:
         numbers = [int(environ["RANK"]) for environ in environments]
         if members.changed is not None:
             self._say(members.changed)
-        if not self._said or members.changed is not None:
-            self._said = True
+        if not self._announced or members.changed is not None:
+            self._announced = True
             total = count * members.num_nodes
             self._say(
                 f"{total} process{'es'[: 2 * (total > 1)]} on {members.num_nodes} node{'s'[: members.num_nodes > 1]} "

@@ -44,7 +44,7 @@ class OuterLaunch:
 
 
 def find_outer_launch(
-    asked: int | str, count: int, environ: Mapping[str, str], plugins: PluginManager
+    requested: int | str, count: int, environ: Mapping[str, str], plugins: PluginManager
 ) -> OuterLaunch | None:
     """Which process of a scheduler or of another launcher this is; None: it was started alone.
 
@@ -69,9 +69,9 @@ def find_outer_launch(
     if world == 1:
         return None
     by = f"{chosen.setting.value} ({chosen.setting.reason})"
-    if tasks > 1 and isinstance(asked, int) and asked != tasks:
+    if tasks > 1 and isinstance(requested, int) and requested != tasks:
         raise ConfigError(
-            f"there are {tasks} processes on this node already, and --nproc asks for {asked}",
+            f"there are {tasks} processes on this node already, and --nproc asks for {requested}",
             where=by,
             why="each of them would start that many",
             fix=f"start one on each node (srun --ntasks-per-node=1), or leave --nproc out: these are the {world} ranks",

@@ -40,11 +40,11 @@ def preload(libraries: Sequence[str], modules: Sequence[str]) -> list[str]:
     for name in modules:
         if found:
             break
-        with _watched() as asked:
+        with _watched() as wanted:
             imported = _import(name)
         found = _obstacles(name)
-        if asked:
-            found.append(f"{name} reads {', '.join(sorted(asked))} when it is imported")
+        if wanted:
+            found.append(f"{name} reads {', '.join(sorted(wanted))} when it is imported")
         if not imported:
             break
     return found
@@ -86,14 +86,14 @@ def _is_open(fd: str) -> bool:
 @contextlib.contextmanager
 def _watched() -> Iterator[set[str]]:
     """Notes which of the rank's variables are asked for."""
-    asked: set[str] = set()
+    wanted: set[str] = set()
 
     class Watched(type(os.environ)):  # type: ignore[misc]
         """The environment, which notes what is looked for."""
 
         def __getitem__(self, name: str) -> str:
             if name in RANK_VARIABLES:
-                asked.add(name)
+                wanted.add(name)
             return super().__getitem__(name)  # type: ignore[no-any-return]
 
     earlier: Any = os.environ
@@ -105,6 +105,6 @@ def _watched() -> Iterator[set[str]]:
     )
     os.environ = Watched(earlier._data, *codec)  # noqa: B003 - it has the same variables
     try:
-        yield asked
+        yield wanted
     finally:
         os.environ = earlier  # noqa: B003

@@ -49,10 +49,10 @@ def run_with_restarts(
             if error is None:
                 return SAVED
             raise error
-        told = restarts.after(error, last_step(group))
-        if told is None:
+        message = restarts.after(error, last_step(group))
+        if message is None:
             return SAVED
-        print(told, file=stderr, flush=True)
+        print(message, file=stderr, flush=True)
 
 
 class Restarts:
@@ -86,16 +86,20 @@ class Restarts:
             self._seen[same] += 1
             if self._max and self._seen[same] >= _SAME:
                 at = f" at step {step}" if step is not None else ""
-                raise _told(error, f"the same failure {self._seen[same]} times{at}: another restart would not help")
+                raise _with_reason(
+                    error, f"the same failure {self._seen[same]} times{at}: another restart would not help"
+                )
         elif not progressed:
             self._failures += 1
         if self._failures > self._max:
             if error is None:
                 return None
-            raise _told(error, f"restarted {self._max} times, the limit of --max-restarts") if self._max else error
-        told = f"failed: {error.block()}" if error is not None else "the ranks have saved and request a restart"
+            raise (
+                _with_reason(error, f"restarted {self._max} times, the limit of --max-restarts") if self._max else error
+            )
+        message = f"failed: {error.block()}" if error is not None else "the ranks have saved and request a restart"
         count = f" ({self._failures} of {self._max})" if self._failures else ""
-        return f"{told}\nrestarting the ranks{count}"
+        return f"{message}\nrestarting the ranks{count}"
 
 
 def last_step(group: Group) -> int | None:
@@ -106,7 +110,7 @@ def last_step(group: Group) -> int | None:
     return max((beat.step for beat in beats if beat.start == group.run.start), default=None)
 
 
-def _told(error: RunFailedError, more: str) -> RunFailedError:
+def _with_reason(error: RunFailedError, more: str) -> RunFailedError:
     fix = more if error.fix is None else f"{more}\n{error.fix}"
     return RunFailedError(error.what, where=error.where, why=error.why, fix=fix)
 

@@ -23,7 +23,7 @@ from fairlead.errors import RunFailedError
 from fairlead_launch.output import Output
 from fairlead_launch.processes import Starter
 from fairlead_launch.reports import ALIVE_FD, REPORT_FD, Announcement, Joining, read_messages
-from fairlead_launch.verdict import OtherNodeError, Rank, stopped_as_asked, verdict
+from fairlead_launch.verdict import OtherNodeError, Rank, stopped_as_requested, verdict
 from fairlead_runs.waiting import ranks_text
 
 _POLL_S: Final = 0.05
@@ -165,7 +165,7 @@ class Group:
                 if rank.ended is None and rank.process.poll() is not None:
                     rank.ended = time.time()
                     self._hear(rank)
-                    if self.stop is not None and stopped_as_asked(rank.code, rank.report):
+                    if self.stop is not None and stopped_as_requested(rank.code, rank.report):
                         give_up_at = min(give_up_at, time.monotonic() + _MET_S)
                     elif rank.code != 0:
                         # What was killed did not fail of another rank.
@@ -199,9 +199,9 @@ class Group:
         for rank in self.ranks:
             self._hear(rank)
         if self.run is not None:
-            again = "; again to stop now" if signum == signal.SIGINT else ""
+            advice = "; again to stop now" if signum == signal.SIGINT else ""
             name = signal.Signals(signum).name
-            print(f"{name}: stopping after this step, then saving{again}", file=self._stderr, flush=True)
+            print(f"{name}: stopping after this step, then saving{advice}", file=self._stderr, flush=True)
 
     def _hear(self, rank: Rank) -> None:
         """Takes in what a rank has said of itself."""

@@ -55,7 +55,7 @@ class Rank:
         return code
 
 
-def stopped_as_asked(code: int, report: Report | None) -> bool:
+def stopped_as_requested(code: int, report: Report | None) -> bool:
     """Whether a rank that was asked to stop has done so; a requeuer may have an exit code of its own."""
     return code in _STOPPED_AS_ASKED or (report is not None and not report.text)
 
@@ -71,13 +71,19 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
         return SAVED
     # One that hangs is killed by us: the others have stopped without it, or a person has asked twice.
     hung = [rank for rank in ranks if rank.stopped_by_us and rank.code == -signal.SIGKILL]
-    asked = [rank for rank in ranks if rank not in hung]
-    if stop is not None and (asked or stop == signal.SIGINT) and all(stopped_as_asked(r.code, r.report) for r in asked):
+    signalled = [rank for rank in ranks if rank not in hung]
+    if (
+        stop is not None
+        and (signalled or stop == signal.SIGINT)
+        and all(stopped_as_requested(r.code, r.report) for r in signalled)
+    ):
         reports = [rank.report for rank in ranks if rank.report is not None]
-        said = next((report.text for report in reports), _unsaid(ranks, stop))
-        if said:
-            print(said, file=stderr, flush=True)
-        return max([*(report.exit_code for report in reports), *(r.code for r in asked if r.code > 0)] or [128 + stop])
+        cause = next((report.text for report in reports), _default_text(ranks, stop))
+        if cause:
+            print(cause, file=stderr, flush=True)
+        return max(
+            [*(report.exit_code for report in reports), *(r.code for r in signalled if r.code > 0)] or [128 + stop]
+        )
     first = min((rank for rank in ranks if rank.code != 0), key=_order)
     if first.report is not None and first.report.exit_code != 1:
         if first.report.text:
@@ -101,7 +107,7 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
     )
 
 
-def _unsaid(ranks: Sequence[Rank], stop: int) -> str:
+def _default_text(ranks: Sequence[Rank], stop: int) -> str:
     """What to say of a stop of which no rank has."""
     name = signal.Signals(stop).name
     if any(rank.announced is not None for rank in ranks):
@@ -119,11 +125,11 @@ def _of_all_or_one(report: Report, ranks: Sequence[Rank], world: int) -> str:
 def _of_another_node(lost: Rank, ranks: Sequence[Rank]) -> OtherNodeError:
     """All ranks here only lost a peer: it failed on another node, which says why."""
     failed = _recorded(ranks)
-    said = f"rank {failed.get('rank')} on {failed.get('host')}: {failed.get('error')}" if failed is not None else None
+    cause = f"rank {failed.get('rank')} on {failed.get('host')}: {failed.get('error')}" if failed is not None else None
     return OtherNodeError(
         "a rank of another node failed first, and the ranks here lost it",
         where=f"rank {lost.rank}, process {lost.process.pid}",
-        why=said or "it exited without an error report: killed (out of memory?), or its node died",
+        why=cause or "it exited without an error report: killed (out of memory?), or its node died",
         fix="read the output of that node",
     )
 

@@ -77,11 +77,11 @@ def _tell_joining(environ: Mapping[str, str]) -> None:
     init = distributed.init_process_group
 
     @functools.wraps(init)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def announcing(*args: Any, **kwargs: Any) -> Any:
         say_joining(environ)
         return init(*args, **kwargs)
 
-    distributed.init_process_group = told
+    distributed.init_process_group = announcing
 
 
 if __name__ == "__main__":

@@ -82,10 +82,12 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]
         weight = state_dict.get(key)
         if scales and weight is not None:
             state = QuantState.from_dict({name.removeprefix(f"{key}."): v for name, v in scales.items()}, weight.device)
-            asked = (self.weight.quant_type, self._double)
-            if (state.quant_type, bool(state.nested)) != asked:
+            requested = (self.weight.quant_type, self._double)
+            if (state.quant_type, bool(state.nested)) != requested:
                 errors: list[str] = rest[-1]
-                errors.append(f"{key} is stored as {_spoken(state.quant_type, state.nested)}, not {_spoken(*asked)}")
+                errors.append(
+                    f"{key} is stored as {_spoken(state.quant_type, state.nested)}, not {_spoken(*requested)}"
+                )
             else:
                 state.to(self.weight.device)
                 self.weight.quant_state = self.quant_state = state

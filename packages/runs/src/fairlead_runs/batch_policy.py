@@ -22,25 +22,25 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
     nothing says what to keep, or the old global batch cannot be made of whole batches of the new ranks. With
     `batch_size: global` nothing needs to be kept: each start divides the same global batch.
     """
-    asked = resolution.trainer.accumulate_grad_batches
+    requested = resolution.trainer.accumulate_grad_batches
     if previous is None or previous.get("world_size") is None:
-        return asked
+        return requested
     by_model = resolution.settings.get(DATA_RANKS)
     old_world, new_world = replicas_in(previous)[0], by_model.value if by_model is not None else data_ranks(resolution)
     if new_world is None:
-        return asked
+        return requested
     split = (old_world, new_world) != (int(previous["world_size"]), resolution.world_size)
     ranks = "replicas of the model" if split else "ranks"
     # Not what the config asks for: the start before may have kept the global batch of one before it.
-    old = old_world * int(previous.get("accumulate_grad_batches", asked))
+    old = old_world * int(previous.get("accumulate_grad_batches", requested))
     policy = resolution.trainer.batch_policy
-    if old == new_world * asked or policy == "keep_per_device" or resolution.trainer.batch_size == "global":
-        return asked
+    if old == new_world * requested or policy == "keep_per_device" or resolution.trainer.batch_size == "global":
+        return requested
     if policy is None:
         raise ConfigError(
             f"the run was trained with {old_world} {ranks} and would resume with {new_world}",
             where="trainer.batch_policy",
-            why=f"the global batch would change from {old} to {new_world * asked} batches of one rank",
+            why=f"the global batch would change from {old} to {new_world * requested} batches of one rank",
             fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",
         )
     if old % new_world:

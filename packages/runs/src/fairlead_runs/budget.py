@@ -58,5 +58,5 @@ def refusal(config: RequeueConfigBase, events: Sequence[Mapping[str, Any]]) -> s
 def _progressed(during: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a start kept a step that it had not begun with."""
     begun = next((event.get("step") for event in during if event["event"] == "training"), None)
-    kept = [event["step"] for event in during if event["event"] == "checkpoint" and isinstance(event.get("step"), int)]
-    return isinstance(begun, int) and max(kept, default=begun) > begun
+    saved = [event["step"] for event in during if event["event"] == "checkpoint" and isinstance(event.get("step"), int)]
+    return isinstance(begun, int) and max(saved, default=begun) > begun

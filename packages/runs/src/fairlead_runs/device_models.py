@@ -89,9 +89,9 @@ class DeviceModel:
             >>> find_device("a100").memory_of("NVIDIA A100-SXM4-80GB")
             80
         """
-        said = re.search(r"(\d+) ?gi?b", name.lower())
-        if said and int(said[1]) in self.memory_gb:
-            return int(said[1])
+        size = re.search(r"(\d+) ?gi?b", name.lower())
+        if size and int(size[1]) in self.memory_gb:
+            return int(size[1])
         return min(self.memory_gb, default=None)
 
 

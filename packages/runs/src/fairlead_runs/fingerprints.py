@@ -138,8 +138,8 @@ def _shortened(settings: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping
     callbacks = trainer.get("callbacks")
     if not isinstance(callbacks, Mapping):
         return settings
-    kept = {name: spec if name in others else spec["class"] for name, spec in callbacks.items()}
-    return {**settings, "trainer": {**trainer, "callbacks": kept}}
+    identity = {name: spec if name in others else spec["class"] for name, spec in callbacks.items()}
+    return {**settings, "trainer": {**trainer, "callbacks": identity}}
 
 
 def _canonical(value: Any, path: str) -> Any:

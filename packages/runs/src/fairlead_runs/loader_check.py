@@ -155,9 +155,9 @@ def _value(
     node, value = given[name], None
     if isinstance(node, ast.Constant):
         value = node.value
-    elif (asked := _name(node)) and asked in args:
-        value = args[asked]
-    elif found.signature is not None and asked in found.signature.parameters:
+    elif (parameter := _name(node)) and parameter in args:
+        value = args[parameter]
+    elif found.signature is not None and parameter in found.signature.parameters:
         with suppress(ValueError, SyntaxError, TypeError):
-            value = ast.literal_eval(found.signature.parameters[asked].default)
+            value = ast.literal_eval(found.signature.parameters[parameter].default)
     return value if type(value) is type(default) else None

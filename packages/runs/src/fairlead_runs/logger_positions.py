@@ -64,9 +64,9 @@ def plain_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> list[list[Any]]
     plain: list[list[Any]] = []
     for step, values in rows:
         scalars = {name: _scalar(value) for name, value in values.items()}
-        kept = {name: value for name, value in scalars.items() if isinstance(value, int | float | str)}
-        if kept:
-            plain.append([step, kept])
+        plain_values = {name: value for name, value in scalars.items() if isinstance(value, int | float | str)}
+        if plain_values:
+            plain.append([step, plain_values])
     return plain
 
 

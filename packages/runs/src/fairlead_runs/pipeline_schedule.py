@@ -63,18 +63,18 @@ def usable(schedule: Schedule, micro_batches: int, ranks: int) -> bool:
     return not schedule.startswith("interleaved") or micro_batches % max(1, micro_batches // ranks) == 0
 
 
-def choose_micro_batches(schedule: Schedule, rows: int, ranks: int, asked: int | None = None) -> int:
+def choose_micro_batches(schedule: Schedule, rows: int, ranks: int, requested: int | None = None) -> int:
     """Into how many equal parts a batch of so many rows is cut.
 
     The largest number that divides the rows, is not above what is asked, and that the schedule can be laid out for. So
-    a short last batch of an epoch is cut into fewer, and gives the same gradients. Without `asked` it is up to 4 P,
+    a short last batch of an epoch is cut into fewer, and gives the same gradients. Without `requested` it is up to 4 P,
     with which the bubble is below a fifth.
 
     Example:
         >>> choose_micro_batches("1f1b", 32, ranks=2), choose_micro_batches("1f1b", 6, ranks=2, asked=4)
         (8, 3)
     """
-    most = min(rows, 4 * ranks if asked is None else asked)
+    most = min(rows, 4 * ranks if requested is None else requested)
     return next(m for m in range(most, 0, -1) if rows % m == 0 and usable(schedule, m, ranks))
 
 

@@ -26,7 +26,7 @@ class Attempt:
     complaint: str = ""
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """Both, cut to what a person reads."""
         return f"{self.output}\n{self.complaint}".strip()[:_SHOWN]
 
@@ -46,7 +46,7 @@ def ask(argv: Sequence[str], deadline: float, environ: Mapping[str, str]) -> tup
     if done.code is None:
         return "", f"{argv[0]} did not answer within {timeout_s:.1f} s"
     if done.code != 0:
-        return "", f"{argv[0]} ended with exit code {done.code}: {done.said}"
+        return "", f"{argv[0]} ended with exit code {done.code}: {done.message}"
     return done.output, ""
 
 

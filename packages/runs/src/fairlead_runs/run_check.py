@@ -37,14 +37,14 @@ def check_run_directory(
         stored = stored_fingerprint(path)
     except FairleadError as error:
         return CheckResult((Finding.of(error, "error", "run-directory"),), settings)
-    asked = job.run.resume
+    requested = job.run.resume
     if (named := job.run.load or job.run.weights) is not None:
-        settings["resume"] = Setting(asked, "run.resume")
+        settings["resume"] = Setting(requested, "run.resume")
         return CheckResult(_missing(named, path, cwd, "run.resume"), settings)
-    if asked == "auto" and stored is not None:
+    if requested == "auto" and stored is not None:
         return CheckResult(_existing(path, job, stored, resolution, settings, cwd), settings)
     reason = "a new run beside it" if stored is not None else "a new run"
-    settings["resume"] = Setting(asked, f"run.resume: {reason}" if asked == "never" else reason)
+    settings["resume"] = Setting(requested, f"run.resume: {reason}" if requested == "never" else reason)
     given = job.run.ckpt_path
     if given is None:
         return CheckResult((), settings)
@@ -52,11 +52,11 @@ def check_run_directory(
     return CheckResult(_missing(given, path, cwd, "run.ckpt_path"), settings)
 
 
-def _missing(asked: str, run: Path, cwd: Path, where: str) -> tuple[Finding, ...]:
+def _missing(requested: str, run: Path, cwd: Path, where: str) -> tuple[Finding, ...]:
     try:
-        if is_url(asked):  # the store is asked when the run starts
-            split_checkpoint_url(asked)
-        elif not Path(found := named_checkpoint(asked, run, cwd)).exists():
+        if is_url(requested):  # the store is asked when the run starts
+            split_checkpoint_url(requested)
+        elif not Path(found := named_checkpoint(requested, run, cwd)).exists():
             what = f"the checkpoint {found!r} does not exist"
             raise ConfigError(what, fix="name a run directory, a folder under its checkpoints/, or a .ckpt file")
     except FairleadError as error:

@@ -27,7 +27,7 @@ class JobStatus:
     Attributes:
         state: `queued`: waits, also to be started again; `running`; `ending`: its processes are being ended; `ended`;
             `unknown`: the scheduler does not answer, or has forgotten the job.
-        said: In its own words: `PENDING, BeginTime`.
+        detail: In its own words: `PENDING, BeginTime`.
         why: What that means, in a sentence's rest: `waits until nodes are free`; may be empty.
         starts: When it starts at the earliest, of a job that is queued.
         since: When it was started, of one that runs.
@@ -37,7 +37,7 @@ class JobStatus:
     """
 
     state: Literal["queued", "running", "ending", "ended", "unknown"]
-    said: str
+    detail: str
     why: str = ""
     starts: float | None = None
     since: float | None = None
@@ -80,11 +80,11 @@ def job_of_run(run: Path) -> RunJob | None:
     return RunJob(str(last["job"]), last.get("chain")) if last.get("job") else None
 
 
-def lives(run: RunState, job: RunJob | None, asked: JobStatus | None) -> bool:
+def lives(run: RunState, job: RunJob | None, status: JobStatus | None) -> bool:
     """Whether a start of this run is there now: a job that waits, or has ended, has only left its lock behind."""
     if (
-        asked is not None
-        and asked.state in ("queued", "ended")
+        status is not None
+        and status.state in ("queued", "ended")
         and (run.owner is None or (job is not None and run.owner.job == job.id))
     ):
         return False

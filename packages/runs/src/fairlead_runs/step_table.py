@@ -60,14 +60,14 @@ class StepTable:
         try:
             self._file = path.open("ab", buffering=0)
             try:
-                self._store(self._kept(keep))
+                self._store(self._rows_kept(keep))
             except BaseException:
                 self._file.close()
                 raise
         except OSError as error:
             raise self._refused(error) from error
 
-    def _kept(self, keep: TablePosition | int | None) -> dict[int, dict[str, str]]:
+    def _rows_kept(self, keep: TablePosition | int | None) -> dict[int, dict[str, str]]:
         if keep is None:
             return {}
         through = keep.step if isinstance(keep, TablePosition) else keep

@@ -69,7 +69,7 @@ def submitted_code(environ: Mapping[str, str]) -> dict[str, Any] | None:
     if not file:
         return None
     try:
-        said = json.loads(Path(file).read_text(encoding="utf-8"))
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return said if isinstance(said, dict) and "snapshot" in said else None
+    return content if isinstance(content, dict) and "snapshot" in content else None

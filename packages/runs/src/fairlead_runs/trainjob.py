@@ -76,8 +76,8 @@ class StatusServer:
                 answer.read(1 << 16)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(1 << 12).decode("utf-8", errors="replace")
-            raise OSError(f"the server answered {error.code}: {said.strip()[:200] or error.reason}") from error
+                body = error.read(1 << 12).decode("utf-8", errors="replace")
+            raise OSError(f"the server answered {error.code}: {body.strip()[:200] or error.reason}") from error
 
 
 class TrainJobStatus:
@@ -105,7 +105,7 @@ class TrainJobStatus:
         self._newest: dict[str, Any] | None = None
         self._last: dict[str, Any] = {}
         self._problem: str | None = None
-        self._told = False
+        self._reported = False
         self._due = float("-inf")
         self._wake = threading.Event()
         self._ending = False
@@ -140,9 +140,9 @@ class TrainJobStatus:
 
     def problem(self) -> str | None:
         """Why the last report did not arrive, once."""
-        if self._problem is None or self._told:
+        if self._problem is None or self._reported:
             return None
-        self._told = True
+        self._reported = True
         return self._problem
 
     def close(self, *, finished: bool) -> None:

@@ -33,7 +33,7 @@ def longest_wait(run: Path) -> dict[str, Any] | None:
     return None
 
 
-def said_wait(wait: dict[str, Any] | None) -> list[str]:
+def wait_line(wait: dict[str, Any] | None) -> list[str]:
     """The line of `fairlead status`, if there is something to say.
 
     Example:

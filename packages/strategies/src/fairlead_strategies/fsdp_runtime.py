@@ -235,11 +235,11 @@ def build(config: FSDPStrategyConfig, context: BuildContext) -> FSDPStrategy | F
         "state_dict_type": config.state_dict_type or ("sharded" if sharded else "full"),
     }
     mesh = hybrid if "HYBRID" in config.sharding_strategy else (world,)
-    again = load_classes(
+    checkpointed_classes = load_classes(
         config.activation_checkpointing_policy or (), "trainer.strategy.activation_checkpointing_policy"
     )
     make = FSDPStrategy if context.engine == "trainer" else FabricFSDP
-    return make(mesh, again, **kwargs)
+    return make(mesh, checkpointed_classes, **kwargs)
 
 
 def _auto_wrap_policy(config: FSDPStrategyConfig) -> Any:
@@ -249,10 +249,10 @@ def _auto_wrap_policy(config: FSDPStrategyConfig) -> Any:
     return None if policy is None else load_classes(policy, "trainer.strategy.auto_wrap_policy")
 
 
-def _mixed_precision(asked: bool | FSDPMixedPrecision | None) -> MixedPrecision | None:
-    if not isinstance(asked, FSDPMixedPrecision):
-        return mixed_precision_of(asked)
-    fields = asked.model_dump()
+def _mixed_precision(requested: bool | FSDPMixedPrecision | None) -> MixedPrecision | None:
+    if not isinstance(requested, FSDPMixedPrecision):
+        return mixed_precision_of(requested)
+    fields = requested.model_dump()
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         fields[name] = getattr(torch, fields[name]) if fields[name] else None
     return MixedPrecision(**fields)

@@ -68,8 +68,8 @@ class Row:
         else:
             more = f" and {len(self.damage) - 1} more" if len(self.damage) > 1 else ""
             state = f"DAMAGED: {self.damage[0]}{more}"
-        kept = ", ".join(self.labels)
-        return self.name, step, epoch, metric(self.metrics), size_text(self.size), ranks, kept, state
+        retained_as = ", ".join(self.labels)
+        return self.name, step, epoch, metric(self.metrics), size_text(self.size), ranks, retained_as, state
 
 
 @dataclass

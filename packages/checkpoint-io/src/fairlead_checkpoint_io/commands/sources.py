@@ -78,12 +78,12 @@ def sources(texts: Sequence[str], session: Session) -> Iterator[list[Source]]:
 
 def existing(text: str, session: Session) -> Path:
     """The path as it was meant: from the working directory, or the name of a run in `runs/`."""
-    asked = Path(session.cwd, text.removeprefix("file://")).expanduser()
-    for named in (asked, session.cwd / "runs" / text):
+    given = Path(session.cwd, text.removeprefix("file://")).expanduser()
+    for named in (given, session.cwd / "runs" / text):
         path = best_or_last(named)
         if os.path.lexists(path):
             return Path(os.path.abspath(path))
-    raise no_such(asked)
+    raise no_such(given)
 
 
 def checkpoints_folder(path: Path, formats: tuple[CheckpointFormat, ...]) -> Path | None:

@@ -93,9 +93,9 @@ def weights_of(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
 def only_weights(state: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """What plain Lightning needs to load a model: weights, hyperparameters, versions; no optimizers, no loops."""
     names = ("hyper_parameters", "hparams_", "datamodule_hyper", "datamodule_hparams")
-    kept = {key: value for key, value in state.items() if isinstance(key, str) and key.startswith(names)}
+    saved = {key: value for key, value in state.items() if isinstance(key, str) and key.startswith(names)}
     described = {key: state[key] for key in (_VERSION, "epoch", "global_step") if key in state}
-    return {**_lightning_version(), **described, **kept, _MODEL: weights_of(state, where)}
+    return {**_lightning_version(), **described, **saved, _MODEL: weights_of(state, where)}
 
 
 def write_file(state: dict[str, Any], path: Path, origin: Path) -> list[str]:
@@ -206,15 +206,15 @@ def read_safetensors(path: Path, trust: Sequence[str] = ()) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            said = file.metadata() or {}
+            texts = file.metadata() or {}
     except SafetensorError as error:
         raise CheckpointError("the checkpoint is damaged", where=str(path), why=str(error)) from error
     except OSError as error:
         raise disk_error(error, "cannot read a checkpoint", path) from error
     # The library keeps one name of tied weights, and says of the others which one that is.
-    for name, kept in said.items():
-        if name not in weights and kept in weights:
-            weights[name] = weights[kept]
+    for name, saved in texts.items():
+        if name not in weights and saved in weights:
+            weights[name] = weights[saved]
     return {_MODEL: weights, **_lightning_version()}
 
 
@@ -233,9 +233,9 @@ def write_weights(weights: Mapping[str, Any], path: Path, described: Mapping[str
         raise CheckpointError("there are no tensors to write", where=str(path))
     # It treats tied ones as a module's, and asks for nothing else of a module: one is kept, the others are noted.
     given: Any = SimpleNamespace(state_dict=lambda: dict(tensors))
-    said = {str(key): str(value) for key, value in described.items() if value is not None and str(key) not in tensors}
+    texts = {str(key): str(value) for key, value in described.items() if value is not None and str(key) not in tensors}
     try:
-        save_model(given, str(path), metadata={"format": "pt", **said})
+        save_model(given, str(path), metadata={"format": "pt", **texts})
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(
             "safetensors cannot hold these weights",

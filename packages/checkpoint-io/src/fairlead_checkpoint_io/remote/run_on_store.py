@@ -81,15 +81,15 @@ class RunOnStore:
         here = newest_complete(root).checkpoint
         began = time.monotonic()
         found, skipped = newest_sound(self._store, root, after=here.order if here is not None else None)
-        said = [f"warning: {text}; the checkpoint before it is used" for text in skipped]
+        messages = [f"warning: {text}; the checkpoint before it is used" for text in skipped]
         if found is not None:
             seconds = time.monotonic() - began
             gib = found.manifest.size / _GIB
-            said.append(f"downloaded {found.name} from {self._url} ({gib:.2f} GiB in {seconds:.1f} s)")
+            messages.append(f"downloaded {found.name} from {self._url} ({gib:.2f} GiB in {seconds:.1f} s)")
         for name in ("metrics.csv", "history.jsonl"):
             if found is not None and not (run / name).exists() and (content := self._store.read(name)) is not None:
                 (run / name).write_bytes(content)
-        return said
+        return messages
 
     def claim(self, run: Path, start: int) -> list[RemoteCheckpoint]:
         """Makes this start its owner; gives the complete checkpoints that are there.

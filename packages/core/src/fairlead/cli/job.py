@@ -100,8 +100,8 @@ def run_check(arguments: argparse.Namespace, session: Session) -> int:
 
 def _verdict(job: str, findings: tuple[Finding, ...], failed: bool) -> str:
     counts = {severity: sum(f.severity == severity for f in findings) for severity in ("error", "warning", "info")}
-    said = [f"{n} {s}{'s' if n > 1 and s != 'info' else ''}" for s, n in counts.items() if n]
-    return f"{job}: {'not ok' if failed else 'ok'}" + (f" ({', '.join(said)})" if said else "")
+    counted = [f"{n} {s}{'s' if n > 1 and s != 'info' else ''}" for s, n in counts.items() if n]
+    return f"{job}: {'not ok' if failed else 'ok'}" + (f" ({', '.join(counted)})" if counted else "")
 
 
 def run_explain(arguments: argparse.Namespace, session: Session) -> int:

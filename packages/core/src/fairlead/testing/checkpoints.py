@@ -45,17 +45,19 @@ class CheckpointIOConformance(PluginConformance):
         """Loading what is not there raises a `FairleadError` that names the path."""
         io = self.build(tmp_path / "run")
         path = tmp_path / "no-such.ckpt"
-        said = None
+        message = None
         try:
             io.load_checkpoint(path)
         except FairleadError as error:
-            said = str(error)
+            message = str(error)
         finally:
             io.teardown()
-        assert said is not None, self.broken(
+        assert message is not None, self.broken(
             "loading a checkpoint that does not exist gave something", "raise fairlead.errors.CheckpointError"
         )
-        assert "no-such.ckpt" in said, self.broken(f"the error does not name the path: {said}", "give it as `where`")
+        assert "no-such.ckpt" in message, self.broken(
+            f"the error does not name the path: {message}", "give it as `where`"
+        )
 
     def test_an_interrupted_save_leaves_no_file(self, tmp_path: Path) -> None:
         """Ctrl-C in the middle of a save: what lies at the path afterwards would be taken for a checkpoint."""

@@ -175,8 +175,8 @@ class PluginConformance(EntryPointConformance):
         assert isinstance(config, plugin.base), self.broken(
             f"its config is not a {plugin.base.__name__}", "derive the config from that class"
         )
-        again = parse_backend(self.axis, config.model_dump(mode="json"), self.plugins())
-        assert again == config, self.broken(
+        parsed = parse_backend(self.axis, config.model_dump(mode="json"), self.plugins())
+        assert parsed == config, self.broken(
             f"the preset {dict(plugin.preset)} does not survive validation",
             "give the preset values as a config holds them",
         )

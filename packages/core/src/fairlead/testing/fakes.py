@@ -26,11 +26,11 @@ class FakeEnviron(Mapping[str, str]):
         for name, value in self._variables.items():
             if not isinstance(value, str):
                 raise TypeError(f"{name}={value!r}: the value of an environment variable is text")
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
         """The names that were looked up one by one."""
 
     def __getitem__(self, name: str) -> str:
-        self.asked.add(name)
+        self.requested.add(name)
         return self._variables[name]
 
     def __iter__(self) -> Iterator[str]:

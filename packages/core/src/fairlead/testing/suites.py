@@ -100,11 +100,11 @@ class RequeueConformance(PluginConformance):
                 for command in () if body is None else self._commands(requeuer):
                     (folder / command).write_text(f"#!/bin/sh\n{body}\n")
                     (folder / command).chmod(0o755)
-                said = self._requeue(requeuer)
-            assert isinstance(said, str), self.broken(
-                f"requeue() gave a {type(said).__name__}", "return what was done, for the history"
+                answer = self._requeue(requeuer)
+            assert isinstance(answer, str), self.broken(
+                f"requeue() gave a {type(answer).__name__}", "return what was done, for the history"
             )
-            assert said.strip(), self.broken("requeue() gave an empty text", "return what was done, for the history")
+            assert answer.strip(), self.broken("requeue() gave an empty text", "return what was done, for the history")
 
     def test_its_exit_code_can_be_told_apart(self, tmp_path: Path) -> None:
         """`exit_code` is None or a code that says nothing else."""
@@ -172,19 +172,21 @@ class SubmitterConformance(PluginConformance):
         """A request becomes text, and nothing is written; without its commands a job is refused, and unknown."""
         request, file = pkgutil.resolve_name("fairlead_launch.submission:Request"), tmp_path / "job.yaml"
         run = {"runs": (tmp_path / "a",), "job_texts": ("model: my.model:Net\n",)}
-        asked = request("a run's", tmp_path / "1", (file,), **run, cwd=tmp_path, nodes=2, gpus=True)
+        submission = request("a run's", tmp_path / "1", (file,), **run, cwd=tmp_path, nodes=2, gpus=True)
         with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):
             submitter = self.build(tmp_path / "run")
-            files = submitter.render(asked)
+            files = submitter.render(submission)
             texts = files and all(isinstance(text, str) and text.strip() for text in files.values())
             assert texts, self.broken(f"render() gave {files!r}", "give the text of each file by its name")
-            assert submitter.render(asked) == files, self.broken("render() gave another text", "let it decide nothing")
+            assert submitter.render(submission) == files, self.broken(
+                "render() gave another text", "let it decide nothing"
+            )
             assert not (tmp_path / "1").exists(), self.broken("render() wrote something", "leave that to submit()")
             try:
-                said = submitter.submit(asked, [tmp_path / name for name in files])
+                answer = submitter.submit(submission, [tmp_path / name for name in files])
             except FairleadError as error:
-                said, phase = None, submitter.state("1").phase if str(error).strip() else "refused without a word"
-        assert said is None, self.broken(f"submit() gave {said!r} without its scheduler", "raise RunFailedError")
+                answer, phase = None, submitter.state("1").phase if str(error).strip() else "refused without a word"
+        assert answer is None, self.broken(f"submit() gave {answer!r} without its scheduler", "raise RunFailedError")
         assert phase == "unknown", self.broken(f"state() says {phase!r} without its scheduler", "say unknown")
 
 
@@ -235,18 +237,18 @@ class CommandConformance(EntryPointConformance):
         assert given is not None, self.broken("there is no example", "set `example` to words that it can be run with")
         self.require_engines()
         for words in (["--help"], list(given)):
-            said = io.StringIO()
+            answer = io.StringIO()
             try:
-                with contextlib.redirect_stdout(said):
+                with contextlib.redirect_stdout(answer):
                     code = main([self.plugin_name, *words, "--debug"], plugins=plugins, cwd=tmp_path)
             except FairleadError as error:
-                said.write(str(error))
+                answer.write(str(error))
                 code = 0
             except Exception as error:
                 what = f"`{' '.join([self.plugin_name, *words])}` raised {type(error).__name__}: {error}"
                 raise AssertionError(self.broken(what, "raise a FairleadError for what a user can meet")) from error
             assert code == 0, self.broken(f"`{' '.join([self.plugin_name, *words])}` ended with {code}", "return 0")
-            helped = words != ["--help"] or said.getvalue().strip()
+            helped = words != ["--help"] or answer.getvalue().strip()
             assert helped, self.broken("--help prints nothing", "keep argparse's")
 
 

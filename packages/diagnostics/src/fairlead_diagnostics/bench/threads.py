@@ -152,11 +152,11 @@ def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> Lo
     return loaded
 
 
-def batch_of_processes(job: JobConfig, asked: str | None) -> _Batch:
+def batch_of_processes(job: JobConfig, requested: str | None) -> _Batch:
     """What is kept: the batch of all, if it is known where it is set and nobody asks for the other."""
     setting, size = job.trainer.batch_size_from, batch_of_job(job)
     if size is None:
-        if asked == "global":
+        if requested == "global":
             raise ConfigError(
                 "the job does not say its batch size, so that it cannot be divided among processes",
                 where="--batch global",
@@ -168,7 +168,7 @@ def batch_of_processes(job: JobConfig, asked: str | None) -> _Batch:
     ranks = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 1
     if job.trainer.batch_size == "global":  # of all ranks, and of all batches of a step
         size = max(1, size // (ranks * job.trainer.accumulate_grad_batches))
-    if asked == "per_device":
+    if requested == "per_device":
         return _Batch(setting, size, None)
     return _Batch(setting, size, size * ranks)
 
@@ -193,10 +193,10 @@ def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse
     for turn in range(arguments.rounds):
         for row in rows if turn % 2 == 0 else reversed(rows):
             if row.failed is None:
-                said = _time(row, trials, _length(row.layout, base.layout, steps), _settings(row, batch))
-                session.warn(f"round {turn + 1} of {arguments.rounds}: {row.layout}: {said}")
+                lines = _time(row, trials, _length(row.layout, base.layout, steps), _settings(row, batch))
+                session.warn(f"round {turn + 1} of {arguments.rounds}: {row.layout}: {lines}")
                 if base.failed is not None:
-                    raise _nothing_to_compare(" ".join(arguments.job), said)
+                    raise _nothing_to_compare(" ".join(arguments.job), lines)
     return steps
 
 

@@ -68,11 +68,11 @@ class TrialFailedError(Exception):
 
     def __init__(self, text: str, code: int) -> None:
         begin = text.rfind("error: ") if text.startswith("error: ") or "\nerror: " in text else 0
-        said = text[begin:].removeprefix("error: ").strip() or f"exit code {code}"
+        message = text[begin:].removeprefix("error: ").strip() or f"exit code {code}"
         if code < 0:
-            said += f"\nended by {signal.Signals(-code).name}: is there enough memory?"
-        super().__init__(said)
-        self.short = said.splitlines()[0 if begin or text.startswith("error: ") else -1]
+            message += f"\nended by {signal.Signals(-code).name}: is there enough memory?"
+        super().__init__(message)
+        self.short = message.splitlines()[0 if begin or text.startswith("error: ") else -1]
 
 
 def trial_settings(job: JobConfig, layout: Layout, steps: Steps, folder: Path) -> dict[str, Any]:
@@ -181,10 +181,10 @@ class Trials:
             log = folder / "output.log"
             with log.open("ab") as out, self._started(words, out.fileno()) as process:
                 code = process.wait()
-            said = log.read_text(errors="replace").strip()[-_TAIL:]
+            message = log.read_text(errors="replace").strip()[-_TAIL:]
             files = sorted(folder.glob("rank-*.json"))
             if code or not files:
-                raise TrialFailedError(said, code)
+                raise TrialFailedError(message, code)
             ranks = [json.loads(file.read_text()) for file in files]
             first = ranks[0]  # they wait for each other in every step, so that one of them tells the time of all
             if not first["complete"] or not first["batches"]:

@@ -16,7 +16,7 @@ SKEW_S: Final = 2.0
 
 def with_files(bench: Bench) -> Result:
     """The time that a new file gets where runs go, against this machine's."""
-    folder = existing(str(bench.asked.folder))
+    folder = existing(str(bench.requested.folder))
     file = folder / f".tmp-doctor-clock-{socket.gethostname()}-{os.getpid()}"
     before = time.time()
     try:

@@ -10,20 +10,23 @@ from fairlead_diagnostics.checking import Bench, Result
 
 def count(bench: Bench) -> Result:
     """As many devices as the job asks, for the driver and for torch."""
-    asked = bench.asked
-    if asked.device == "cpu":
-        return Result(True, "the job computes on CPUs" if asked.count else "no accelerator: CPUs")
-    seen, by = asked.found, asked.found_by
-    if asked.device == "cuda" and importlib.util.find_spec("torch") is not None:
+    requested = bench.requested
+    if requested.device == "cpu":
+        return Result(True, "the job computes on CPUs" if requested.count else "no accelerator: CPUs")
+    seen, by = requested.found, requested.found_by
+    if requested.device == "cuda" and importlib.util.find_spec("torch") is not None:
         import torch
 
         bench.progress()
         usable = torch.cuda.device_count()
         if usable != seen:
             seen, by = min(seen, usable), f"{by} sees {seen}, torch {usable}"
-    ok = seen >= (asked.count or 1)
+    ok = seen >= (requested.count or 1)
     return Result(
-        ok, f"{seen} of {asked.count} {asked.device} ({by})" if asked.count else f"{seen} {asked.device} ({by})"
+        ok,
+        f"{seen} of {requested.count} {requested.device} ({by})"
+        if requested.count
+        else f"{seen} {requested.device} ({by})",
     )
 
 
@@ -35,7 +38,7 @@ def matmul(bench: Bench) -> Result:
     import torch
 
     bench.progress()
-    kind = bench.asked.device
+    kind = bench.requested.device
     indices = range(getattr(torch, kind).device_count()) if kind != "cpu" else range(1)
     size, repeats = (1024, 3) if kind == "cpu" else (8192, 10)
     torch.set_float32_matmul_precision("high")

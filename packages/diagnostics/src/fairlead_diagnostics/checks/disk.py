@@ -26,14 +26,14 @@ def existing(folder: str | Path) -> Path:
 
 def space(bench: Bench) -> Result:
     """How much is free where runs go; less than 1 GiB is a warning."""
-    folder = existing(str(bench.asked.folder))
+    folder = existing(str(bench.requested.folder))
     free = shutil.disk_usage(folder).free
     return Result(True, f"{free / (1 << 30):.1f} GiB free in {folder}", warns=free < _LITTLE)
 
 
 def write(bench: Bench) -> Result:
     """4 MiB are written, made durable by fsync, and read back."""
-    folder = Path(str(bench.asked.folder))
+    folder = Path(str(bench.requested.folder))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f".tmp-doctor-{socket.gethostname()}-{os.getpid()}"
     piece = os.urandom(_PIECE)

@@ -24,17 +24,17 @@ def cpus(bench: Bench) -> Result:
 
 def free(bench: Bench) -> Result:
     """Main memory of this cgroup, and the memory of each device, against what the job asks."""
-    asked = bench.asked
+    requested = bench.requested
     available, limit, source = host_memory()
-    said = [f"{available / _GIB:.1f} GiB free of {limit / _GIB:.1f} GiB ({source})"]
-    ok = asked.host_memory_gib is None or available >= _ENOUGH * asked.host_memory_gib * _GIB
+    details = [f"{available / _GIB:.1f} GiB free of {limit / _GIB:.1f} GiB ({source})"]
+    ok = requested.host_memory_gib is None or available >= _ENOUGH * requested.host_memory_gib * _GIB
     if not ok:
-        said[0] += f"; the job asks for {asked.host_memory_gib:g} GiB"
+        details[0] += f"; the job asks for {requested.host_memory_gib:g} GiB"
     warns = False
-    if asked.device == "cuda" and (asked.found or asked.count):
+    if requested.device == "cuda" and (requested.found or requested.count):
         devices, ok_there, warns = _devices(bench)
-        ok, said = ok and ok_there, said + devices
-    return Result(ok, "; ".join(said), warns=warns)
+        ok, details = ok and ok_there, details + devices
+    return Result(ok, "; ".join(details), warns=warns)
 
 
 def host_memory() -> tuple[int, int, str]:
@@ -86,17 +86,17 @@ def _devices(bench: Bench) -> tuple[list[str], bool, bool]:
     import torch
 
     bench.progress()
-    said, ok, warns, asked = [], True, False, bench.asked.memory_gib
+    details, ok, warns, requested = [], True, False, bench.requested.memory_gib
     for index in range(torch.cuda.device_count()):
         left, total = torch.cuda.mem_get_info(index)
         bench.progress()
-        short = asked is not None and left < _ENOUGH * asked * _GIB
+        short = requested is not None and left < _ENOUGH * requested * _GIB
         taken = left < _ENOUGH * total
         ok, warns = ok and not short, warns or taken
         if short or taken:
-            why = f"; the job asks for {asked:g} GiB" if short else "; another process has the rest"
-            said.append(f"cuda:{index} {left / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB{why}")
-    return said, ok, warns
+            why = f"; the job asks for {requested:g} GiB" if short else "; another process has the rest"
+            details.append(f"cuda:{index} {left / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB{why}")
+    return details, ok, warns
 
 
 def _has_torch() -> bool:

@@ -16,9 +16,9 @@ def listen(bench: Bench) -> Result:
     from fairlead_distributed.store import tcp_store
     from fairlead_launch.ports import bind_listener
 
-    if "store" not in bench.kept:
-        bench.kept["store"] = tcp_store(bind_listener([0]))
-    return Result(True, "", data=bench.kept["store"].port)
+    if "store" not in bench.cache:
+        bench.cache["store"] = tcp_store(bind_listener([0]))
+    return Result(True, "", data=bench.cache["store"].port)
 
 
 def all_reduce(bench: Bench, host: str | None, port: int, turn: int, timeout_s: float) -> Result:
@@ -36,11 +36,11 @@ def all_reduce(bench: Bench, host: str | None, port: int, turn: int, timeout_s: 
 
     bench.progress()
     timeout = timedelta(seconds=timeout_s)
-    kind, backend = bench.asked.device, bench.asked.backend
+    kind, backend = bench.requested.device, bench.requested.backend
     device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
     rank = 0 if host is None else 1
     if host is None:
-        store = bench.kept["store"]
+        store = bench.cache["store"]
         store.set_timeout(timeout)
     else:
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

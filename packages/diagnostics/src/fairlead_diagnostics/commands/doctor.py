@@ -23,7 +23,7 @@ from fairlead.interfaces import BuildContext, Requeuer
 from fairlead.open_union import parse_backend
 from fairlead.resolution import Resolution
 from fairlead.resolve import resolve
-from fairlead_diagnostics.checking import Asked
+from fairlead_diagnostics.checking import Requested
 from fairlead_diagnostics.checks import HERE
 from fairlead_diagnostics.checks.disk import existing
 from fairlead_diagnostics.outcome import MOST, Outcome, decide
@@ -74,10 +74,10 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     job = _job(arguments, session)
     resolution = _resolved(job, session)
     if not arguments.nodes:
-        return _here(_asked(job, resolution, str(_runs(arguments, job, session))), arguments, session)
+        return _here(_requested(job, resolution, str(_runs(arguments, job, session))), arguments, session)
     place = _place(resolution)
     directory = _run(arguments, job, resolution, session)
-    asked = _asked(job, resolution, str(directory) if directory is not None else None)
+    requested = _requested(job, resolution, str(directory) if directory is not None else None)
     start = hashlib.sha256(place.identity.encode()).hexdigest()[:12]
 
     def show(screened: Screened) -> None:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
 
     screen = Screen(
         place,
-        asked,
+        requested,
         partial(_decided, directory, resolution, arguments.max_excluded, session),
         show,
         folder=directory / SCREENS / start if directory is not None else None,
@@ -137,12 +137,12 @@ def _resolved(job: JobConfig | None, session: Session) -> Resolution:
     return resolve(trainer.model_copy(update=alone), environ=session.environ, plugins=session.plugins)
 
 
-def _asked(job: JobConfig | None, resolution: Resolution, folder: str | None) -> Asked:
+def _requested(job: JobConfig | None, resolution: Resolution, folder: str | None) -> Requested:
     resources = job.resources if job is not None else None
     count = resources.devices_per_node if resources is not None else None
     if count is None and job is not None and job.trainer.devices not in ("auto", -1):
         count = len(job.trainer.devices) if isinstance(job.trainer.devices, list) else int(job.trainer.devices)
-    return Asked(
+    return Requested(
         device=resolution.device_type,
         backend=resolution.backend if resolution.backend in ("gloo", "nccl") else "gloo",
         count=count,
@@ -154,8 +154,8 @@ def _asked(job: JobConfig | None, resolution: Resolution, folder: str | None) ->
     )
 
 
-def _here(asked: Asked, arguments: argparse.Namespace, session: Session) -> int:
-    with Worker(asked, session.environ) as worker:
+def _here(requested: Requested, arguments: argparse.Namespace, session: Session) -> int:
+    with Worker(requested, session.environ) as worker:
         results = {check.name: worker.run(check) for check in HERE}
     document = here_document(results)
     if arguments.json:

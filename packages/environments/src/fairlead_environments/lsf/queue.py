@@ -51,8 +51,8 @@ def read_bjobs(text: str) -> StopReason:
     evidence = f"bjobs: {line}" if line else "bjobs said nothing"
     for pattern, why in _KEYWORDS:
         if found := re.search(pattern, words, re.IGNORECASE):
-            again = "REQUEUE" in found[0]
-            return StopReason(why, evidence, remaining, scheduler_requeues=again, may_requeue=True)
+            requeues = "REQUEUE" in found[0]
+            return StopReason(why, evidence, remaining, scheduler_requeues=requeues, may_requeue=True)
     if state in _ENDED:
         return StopReason(_ENDED[state], evidence, remaining, scheduler_requeues=state == "PEND", may_requeue=True)
     if state == "RUN" and remaining == 0:
@@ -101,14 +101,14 @@ def ask_for(job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
 def read_status(text: str, now: float) -> JobStatus:
     """The status in a line of `bjobs -noheader -o "stat run_time time_left pend_reason delimiter='|'"`."""
     line, fields = _fields(text, _SHOWN)
-    said = fields.get("stat", "")
-    state = _STATES.get(said, "unknown")
+    stat = fields.get("stat", "")
+    state = _STATES.get(stat, "unknown")
     ran = re.match(r"(\d+) second", fields.get("run_time", ""))
     left = re.fullmatch(r"(\d+):(\d+)(?: L)?", fields.get("time_left", ""))  # with E it is an estimate
     pending = fields.get("pend_reason", "-")
     return JobStatus(
         state,
-        said or line or "bjobs said nothing of the job",
+        stat or line or "bjobs said nothing of the job",
         pending.rstrip(";.") if state == "queued" and pending != "-" else "",
         since=now - int(ran[1]) if ran and state == "running" else None,
         ends=now + (int(left[1]) * 60 + int(left[2])) * 60 if left and state == "running" else None,

@@ -104,14 +104,14 @@ def read_job(
     shown = ("JobState", "Reason", "Restarts", "NodeList", "EndTime", "PreemptTime")
     evidence = ", ".join(f"{name}={fields[name]}" for name in shown if name in fields)
 
-    def because(why: Why, remaining: float | None, again: bool = False) -> StopReason:
-        return StopReason(why, evidence, None if remaining is None else max(0.0, remaining), again, may, kill_wait)
+    def because(why: Why, remaining: float | None, requeues: bool = False) -> StopReason:
+        return StopReason(why, evidence, None if remaining is None else max(0.0, remaining), requeues, may, kill_wait)
 
     count = fields.get("Restarts", "")
     if state in _AGAIN or (count.isdigit() and int(count) > restarts):
         # PreemptTime is gone by now. Of the nodes, those that failed are missing; the others still end our processes.
         lost = state == "COMPLETING" and fields.get("NodeList", nodes) != nodes != ""
-        return because("node_failure" if lost else "requeued", grace, again=True)
+        return because("node_failure" if lost else "requeued", grace, requeues=True)
     if state in _STATES:
         # A job that is cancelled while a preemption grants it time has an earlier PreemptTime.
         at_once = preempted is not None and end is not None and end - preempted <= 1
@@ -192,20 +192,20 @@ def read_chain(text: str, chain: str) -> JobStatus:
     # squeue says in the reason of a job that runs nothing, or the names of its nodes.
     first["Reason"] = first.get("Reason", "") if _state(first.get("JobState", "")) == "queued" else "None"
     status = read_status({**first, "TimeLimit": "of the job"})
-    return replace(status, said=f"{status.said}, of {len(jobs)} left", job=f"slurm:{first['JobId']}")
+    return replace(status, detail=f"{status.detail}, of {len(jobs)} left", job=f"slurm:{first['JobId']}")
 
 
 def read_status(fields: Mapping[str, str]) -> JobStatus:
     """The status in the fields of a line of `scontrol show job -o`; fields that a version lacks are not known."""
-    said, reason = fields.get("JobState", ""), fields.get("Reason", "None")
-    state = _state(said)
+    job_state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
+    state = _state(job_state)
     if state == "unknown":
-        return JobStatus(state, said or "scontrol said nothing of the job")
+        return JobStatus(state, job_state or "scontrol said nothing of the job")
     restarts = fields.get("Restarts", "")
     begins, ends = local_time(fields.get("StartTime")), local_time(fields.get("EndTime"))
     return JobStatus(
         state,
-        said if reason in ("None", "") else f"{said}, {reason}",
+        job_state if reason in ("None", "") else f"{job_state}, {reason}",
         next((text for start, text in _WHY.items() if reason.startswith(start)), "") if state == "queued" else "",
         starts=begins if state == "queued" else None,
         since=begins if state in ("running", "ending") else None,
@@ -221,11 +221,11 @@ def cancel_words(job: RunJob, *, queued: bool) -> tuple[str, ...]:
     return ("scancel", *(["--state=PENDING"] if queued else []), *which)
 
 
-def _state(said: str) -> State:
-    if said in _QUEUED:
+def _state(job_state: str) -> State:
+    if job_state in _QUEUED:
         return "queued"
-    if said in _RUNNING:
+    if job_state in _RUNNING:
         return "running"
-    if said in _ENDING:
+    if job_state in _ENDING:
         return "ending"
-    return "ended" if said else "unknown"
+    return "ended" if job_state else "unknown"

@@ -107,8 +107,8 @@ def _rank_hosts(
         if ",".join(str(rank) for rank, node in enumerate(order) if node == node_rank) == here.value
     ]
     if fitting and fitting[0] != fitting[-1]:  # from here they look alike; inside an allocation srun says it
-        asked = environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
-        fitting = [orders[asked]] if asked in orders else []
+        requested = environ.get("SLURM_DISTRIBUTION", "").partition(":")[0]
+        fitting = [orders[requested]] if requested in orders else []
     if not fitting:
         return ()
     return tuple(hosts.value[node] for node in fitting[0])

@@ -102,7 +102,7 @@ def config_of(arguments: argparse.Namespace) -> LaunchConfig:
     except ValidationError as error:
         wrong = {str((*one["loc"], "")[0]): one["msg"].removeprefix("Value error, ") for one in error.errors()}
         raise ConfigError(
-            "; ".join(f"--{n.replace('_', '-')} {given[n]}: {said}" if n else said for n, said in wrong.items()),
+            "; ".join(f"--{n.replace('_', '-')} {given[n]}: {why}" if n else why for n, why in wrong.items()),
             where="fairlead launch",
             fix="see fairlead launch --help",
         ) from error

@@ -127,7 +127,7 @@ class BatchSubmitter(Submitter):
     def refused(self, script: Path, done: Attempt) -> RunFailedError:
         """The scheduler did not take the job."""
         what = f"the job is not submitted: {self.submits} refused it"
-        return RunFailedError(what, where=str(script), why=done.said, fix=REFUSED)
+        return RunFailedError(what, where=str(script), why=done.message, fix=REFUSED)
 
     def cancel(self, job: str) -> None:
         """Ends the job: the ranks save, and nothing starts them again."""
@@ -168,7 +168,7 @@ class BatchSubmitter(Submitter):
         """
         dashes = "-" if any(name.startswith("-") for name in own) else ""
         extra = {f"{dashes}{name.lstrip('-')}".replace("_", "-"): value for name, value in self.config.extra.items()}
-        asked = {name: value for name, value in {**own, **extra}.items() if value is not None and value is not False}
+        chosen = {name: value for name, value in {**own, **extra}.items() if value is not None and value is not False}
         common = {
             "request": request,
             "submit": self.config,
@@ -176,6 +176,6 @@ class BatchSubmitter(Submitter):
             "variables": dict(request.variables),
             "setup": list(self.config.setup),
             "sweep": request.sweep,
-            "options": [option(name, value) for name, value in asked.items()],
+            "options": [option(name, value) for name, value in chosen.items()],
         }
         return render_template(template, {**common, **values}, own=self.config.template, cwd=request.cwd)

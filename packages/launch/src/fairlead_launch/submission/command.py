@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if arguments.json:
         session.print_json(_document(made, records))
         return 0
-    for line in _told(made, records, session.cwd):
+    for line in _summary(made, records, session.cwd):
         session.print(line)
     return 0
 
@@ -107,20 +107,20 @@ def _document(made: Plan, records: Sequence[Record]) -> dict[str, object]:
         "to": made.config.name,
         "folder": str(made.request.folder),
         "files": dict(made.files),
-        "code": made.sources.told() if made.sources is not None else None,
+        "code": made.sources.described() if made.sources is not None else None,
         "runs": [asdict(record) for record in records] or [{"run": str(run)} for run in made.request.runs],
         "findings": [finding.as_dict() for finding in made.findings],
     }
 
 
-def _told(made: Plan, records: Sequence[Record], cwd: Path) -> list[str]:
+def _summary(made: Plan, records: Sequence[Record], cwd: Path) -> list[str]:
     first, request = records[0], made.request
     runs = shown_path(request.runs[0], cwd)
     if len(records) > 1:
         runs = f"{len(records)} runs, {runs} to {shown_path(request.runs[-1], cwd)}"
     image = getattr(made.config, "image", None)
     code = f"that of {image}" if image is not None else "whatever is in the folder when it starts"
-    code = made.sources.told() if made.sources is not None else code
+    code = made.sources.described() if made.sources is not None else code
     lines = [f"submitted to {first.to}: job {first.job}", f"  run:     {runs}", f"  code:    {code}"]
     if first.output is not None:
         lines.append(f"  output:  {shown_path(Path(first.output), cwd)}")

@@ -48,7 +48,7 @@ class KubectlSubmitter(Submitter):
             raise NotAnsweredError(
                 f"kubectl create did not answer within {_PATIENCE_S:g} s: the job may be in the cluster, or not",
                 where=self._place(),
-                why=_said(done),
+                why=_message(done),
                 fix=f"see `kubectl get {self.kinds[0]} -l {selector(object_name(request))}` before you submit it again",
             )
         if done.code != 0:
@@ -65,7 +65,7 @@ class KubectlSubmitter(Submitter):
         except FairleadError as error:
             return JobState("unknown", error.what)
         if done.code != 0:
-            return JobState("unknown", _said(done))
+            return JobState("unknown", _message(done))
         # A job that the controller has not looked at yet has no status.
         statuses = (line.partition(" ")[2].strip() or "{}" for line in done.output.splitlines())
         return of_all((self.read(json.loads(status)) for status in statuses), "there is no such job any more")
@@ -112,25 +112,25 @@ class KubectlSubmitter(Submitter):
         return FairleadError(
             what,
             where=self._place(),
-            why=_said(done),
+            why=_message(done),
             fix="`submit.context` and `submit.namespace` say where; `kubectl auth can-i create jobs` whether you may",
         )
 
 
-def _said(done: Attempt) -> str:
+def _message(done: Attempt) -> str:
     """Why kubectl failed, without the log of its own libraries."""
     if done.code is None:
         return f"kubectl did not answer within {_PATIENCE_S:.0f} s"
     lines = dict.fromkeys(line for line in done.complaint.splitlines() if not _LOG.match(line))
-    return "\n".join(list(lines)[-10:]) or done.said
+    return "\n".join(list(lines)[-10:]) or done.message
 
 
-def said_by(status: Mapping[str, Any], details: Mapping[str, str]) -> JobState | None:
+def state_by(status: Mapping[str, Any], details: Mapping[str, str]) -> JobState | None:
     """What an object's conditions say: it is complete, has failed, or is suspended; None: it is under way."""
     holding = (one for one in status.get("conditions", []) if one.get("status") == "True")
-    said = {one["type"]: ": ".join(filter(None, (one.get("reason"), one.get("message")))) for one in holding}
-    if "Complete" in said:
+    conditions = {one["type"]: ": ".join(filter(None, (one.get("reason"), one.get("message")))) for one in holding}
+    if "Complete" in conditions:
         return JobState("finished", details=details)
-    if "Failed" in said:
-        return JobState("failed", said["Failed"], details)
-    return JobState("queued", said["Suspended"], details) if "Suspended" in said else None
+    if "Failed" in conditions:
+        return JobState("failed", conditions["Failed"], details)
+    return JobState("queued", conditions["Suspended"], details) if "Suspended" in conditions else None

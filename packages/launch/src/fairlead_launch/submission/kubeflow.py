@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from fairlead.plugin_classes import SubmitterPlugin
 from fairlead_launch.submission.interface import JobState, Request
-from fairlead_launch.submission.kubectl import KubectlSubmitter, said_by
+from fairlead_launch.submission.kubectl import KubectlSubmitter, state_by
 from fairlead_launch.submission.manifests import Member, config_map, indexed_job, pod_template, time_limit
 from fairlead_launch.submission.pods import PodSubmitterConfig
 
@@ -81,10 +81,10 @@ class KubeflowSubmitter(KubectlSubmitter):
 
     def read(self, status: Mapping[str, Any]) -> JobState:
         """From conditions, the jobs of the JobSet, and what the ranks have told of their progress."""
-        told = status.get("trainerStatus") or {}
-        details = {name: str(value) for name, value in told.items() if name != "metrics"}
-        details |= {f"metrics.{one['name']}": str(one["value"]) for one in told.get("metrics") or []}
-        if (over := said_by(status, details)) is not None:
+        trainer_status = status.get("trainerStatus") or {}
+        details = {name: str(value) for name, value in trainer_status.items() if name != "metrics"}
+        details |= {f"metrics.{one['name']}": str(one["value"]) for one in trainer_status.get("metrics") or []}
+        if (over := state_by(status, details)) is not None:
             return over
         if any(job.get("ready") for job in status.get("jobsStatus") or []):
             return JobState("running", details=details)

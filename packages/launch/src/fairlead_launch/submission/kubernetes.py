@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from fairlead.plugin_classes import SubmitterPlugin
 from fairlead_launch.submission.interface import JobState, Request
-from fairlead_launch.submission.kubectl import KubectlSubmitter, said_by
+from fairlead_launch.submission.kubectl import KubectlSubmitter, state_by
 from fairlead_launch.submission.manifests import (
     PORT,
     Member,
@@ -84,7 +84,7 @@ class KubernetesSubmitter(KubectlSubmitter):
     def read(self, status: Mapping[str, Any]) -> JobState:
         """https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/job-v1/#JobStatus."""
         counts = {name: str(status[name]) for name in ("active", "ready", "succeeded", "failed") if status.get(name)}
-        if (over := said_by(status, counts)) is not None:
+        if (over := state_by(status, counts)) is not None:
             return over
         if status.get("ready"):
             return JobState("running", details=counts)

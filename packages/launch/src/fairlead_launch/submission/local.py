@@ -77,9 +77,9 @@ class Trial:
     def why_failed(self) -> str:
         """The last error that its log shows, in a line."""
         ended = f"ended by {signal.Signals(-self.code).name}" if self.code and self.code < 0 else f"exit {self.code}"
-        said = f"\n{self.log.read_text(encoding='utf-8', errors='replace')}"
-        what, _, rest = said.rpartition("\nerror: ")[2].partition("\n")
-        if "\nerror: " not in said:
+        log_text = f"\n{self.log.read_text(encoding='utf-8', errors='replace')}"
+        what, _, rest = log_text.rpartition("\nerror: ")[2].partition("\n")
+        if "\nerror: " not in log_text:
             return ended
         # The last line of a traceback, which names the exception.
         why = rest.partition("  why:   ")[2].partition("\n  do: ")[0].strip().splitlines()
@@ -201,14 +201,16 @@ def _checked(loaded: LoadedJob, name: str, session: Session) -> CheckedJob:
     return checked
 
 
-def _slots(resolution: Resolution, asked: int | None, left: int, environ: Mapping[str, str]) -> list[Mapping[str, str]]:
+def _slots(
+    resolution: Resolution, requested: int | None, left: int, environ: Mapping[str, str]
+) -> list[Mapping[str, str]]:
     """The variables of each slot at which a trial runs: its GPUs, and its share of the processors.
 
     Where the job has no number of them, as many as there are GPUs for run at once; on processors one by one.
     """
     gpus = resolution.devices_found.count if resolution.device_type == "cuda" else 0
     each = max(1, resolution.devices)
-    count = max(1, min(asked or max(1, gpus // each), max(1, left)))
+    count = max(1, min(requested or max(1, gpus // each), max(1, left)))
     threads = resolution.settings.get("threads")
     divided = count > 1 and threads is not None and threads.reason not in ("trainer.threads", "OMP_NUM_THREADS")
     found: list[Mapping[str, str]] = []
@@ -316,11 +318,11 @@ class _Running:
         if signum == self._stop == signal.SIGINT:
             self._kill_at = time.monotonic() + _GRACE_S
         if self._stop is None:
-            again = "; again to stop them now" if signum == signal.SIGINT else ""
+            advice = "; again to stop them now" if signum == signal.SIGINT else ""
             left = f"; {len(self._waiting)} are not started" if self._waiting else ""
             name, running = signal.Signals(signum).name, len(self._running)
             stop = f"{counted(running, 'trial')} stop{'s' if running == 1 else ''} after a save"
-            self._say(f"{name}: {stop}{left}{again}")
+            self._say(f"{name}: {stop}{left}{advice}")
         if self._stop not in (signal.SIGINT, signal.SIGTERM):
             self._stop = signum
         for process in self._running:

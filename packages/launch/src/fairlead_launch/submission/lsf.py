@@ -105,8 +105,8 @@ class LSFSubmitter(BatchSubmitter):
     def state(self, job: str) -> JobState:
         """As bjobs says it."""
         fields = "stat exit_reason pend_reason delimiter='|'"
-        said, problem = self.ask("bjobs", "-a", "-noheader", "-o", fields, job)
-        rows = [line.split("|") for line in said.splitlines() if "|" in line]
+        answer, problem = self.ask("bjobs", "-a", "-noheader", "-o", fields, job)
+        rows = [line.split("|") for line in answer.splitlines() if "|" in line]
         found = []
         for stat, ended, pending, *_ in rows:
             killed = "TERM_OWNER" in ended or "TERM_ADMIN" in ended

@@ -105,11 +105,11 @@ def indexed_job(config: PodSubmitterConfig, request: Request, member: Member, po
 
     Where one pod fails, all do: their ranks miss its ranks. A pod that is made anew waits for the old one to be gone.
     """
-    again, final = member.exit_codes
+    requeue_code, final = member.exit_codes
     rules: list[dict[str, Any]] = [
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted({int(ExitCode.WRONG), final})}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [again]}},
+        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [requeue_code]}},
     ]
     return {
         "completionMode": "Indexed",
@@ -136,7 +136,7 @@ def pod_template(
         command = ["bash", "-ec", "\n".join([*config.setup, f"exec {' '.join(command)}"])]
     env = {**request.variables, **(variables or {})}
     mounts, volumes = _volumes(config, member)
-    asked = _resources(config, request)
+    requested = _resources(config, request)
     working_dir = config.working_dir or (str(request.cwd) if _seen(config, request.cwd) else None)
     tolerations = [
         _set(key=one.key, operator=one.operator, value=one.value, effect=one.effect, tolerationSeconds=one.seconds)
@@ -150,7 +150,7 @@ def pod_template(
         workingDir=working_dir,
         env=[{"name": name, "value": str(value)} for name, value in env.items()],
         envFrom=[{"secretRef": {"name": name}} for name in config.secrets],
-        resources=_set(limits=asked, requests=asked),
+        resources=_set(limits=requested, requests=requested),
         volumeMounts=mounts,
     )
     return {
@@ -199,11 +199,11 @@ def _job_in_pods(config: PodSubmitterConfig, request: Request, text: str, run: P
     if trainer.get("devices", "auto") == "auto":
         trainer["devices"] = request.devices_per_node
     requeue = trainer.get("requeue") or "auto"
-    asked: dict[str, Any] = {"name": requeue} if isinstance(requeue, str) else dict(requeue)
-    if asked["name"] in ("auto", "exit_code"):
-        said = {name: value for name, value in asked.items() if value is not None}
-        asked = {"code": int(ExitCode.AGAIN), "final_code": FINAL_CODE, **said, "name": "exit_code"}
-    trainer["requeue"] = asked
+    requested: dict[str, Any] = {"name": requeue} if isinstance(requeue, str) else dict(requeue)
+    if requested["name"] in ("auto", "exit_code"):
+        settings_given = {name: value for name, value in requested.items() if value is not None}
+        requested = {"code": int(ExitCode.AGAIN), "final_code": FINAL_CODE, **settings_given, "name": "exit_code"}
+    trainer["requeue"] = requested
     return job
 
 
@@ -220,17 +220,17 @@ def _run_folder(config: PodSubmitterConfig, run: Path) -> str:
 
 def _seen(config: PodSubmitterConfig, folder: Path) -> bool:
     """Whether a volume that outlives the pods holds this folder at the same place."""
-    kept = (volume for volume in config.volumes if volume.claim is not None or volume.host_path is not None)
-    return any(folder.is_relative_to(volume.path) for volume in kept)
+    lasting = (volume for volume in config.volumes if volume.claim is not None or volume.host_path is not None)
+    return any(folder.is_relative_to(volume.path) for volume in lasting)
 
 
 def _resources(config: PodSubmitterConfig, request: Request) -> dict[str, str]:
-    asked: dict[str, str | int] = {config.gpu_resource: request.devices_per_node} if request.gpus else {}
+    requested: dict[str, str | int] = {config.gpu_resource: request.devices_per_node} if request.gpus else {}
     if request.cpus_per_device is not None:
-        asked["cpu"] = request.cpus_per_device * request.devices_per_node
+        requested["cpu"] = request.cpus_per_device * request.devices_per_node
     if request.host_memory_gib is not None:
-        asked["memory"] = f"{int(request.host_memory_gib * 1024)}Mi"
-    return {name: str(amount) for name, amount in {**asked, **config.resources}.items()}
+        requested["memory"] = f"{int(request.host_memory_gib * 1024)}Mi"
+    return {name: str(amount) for name, amount in {**requested, **config.resources}.items()}
 
 
 def _volumes(config: PodSubmitterConfig, member: Member) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -68,8 +68,8 @@ def warning_lead(config: SubmitterConfigBase, runs: Sequence[Path]) -> int:
     measured = _ROUND_S + math.ceil(3 * longest / 10) * 10
     if measured > lead:
         lead, why = min(measured, 65535), f"the longest save took {longest:.0f} s"
-    if (asked := getattr(config, "warn", None)) is not None:
-        lead, why = asked, "submit.warn"
+    if (requested := getattr(config, "warn", None)) is not None:
+        lead, why = requested, "submit.warn"
     warned = hasattr(config, "warn")  # Kubernetes ends a pod as for any other reason, with the grace to save
     if warned and config.time is not None and config.time <= timedelta(seconds=lead + _ROUND_S):
         raise ConfigError(
@@ -166,12 +166,12 @@ def with_requeuer(data: dict[str, Any], job: JobConfig, warn_s: int, known: Sequ
 
 def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any] | None:
     """What of the requeuer follows from how the job is submitted; None: nothing."""
-    asked, config = job.trainer.requeue, job.submit
+    requested, config = job.trainer.requeue, job.submit
     environment = getattr(job.trainer.environment, "auto_requeue", None)
     window = float(warn_s + 2 * _ROUND_S)
-    if isinstance(asked, RequeueConfigBase):
-        late = window > asked.limit_window_s and warn_s > WARN_S
-        return {**asked.model_dump(mode="json", exclude_unset=True), "limit_window_s": window} if late else None
+    if isinstance(requested, RequeueConfigBase):
+        late = window > requested.limit_window_s and warn_s > WARN_S
+        return {**requested.model_dump(mode="json", exclude_unset=True), "limit_window_s": window} if late else None
     if environment is False or not isinstance(config, BatchSubmitterConfig) or not getattr(config, "requeue", True):
         return None
     # The scheduler's commands are not in the container: the script outside of it reads the exit code.

@@ -161,9 +161,9 @@ class SLURMSubmitter(BatchSubmitter):
         """As squeue says it, which knows a job for some minutes after its end; else as sacct does."""
         squeue = ["squeue", "--noheader", "--array", "--states=all", "--Format", ",".join(f"{n}:|" for n in _SQUEUE)]
         sacct = ["sacct", "--parsable2", "--noheader", "--allocations", f"--format={','.join(_SACCT)}"]
-        for asked, names in ((squeue, _SQUEUE), (sacct, _SACCT)):
-            said, problem = self.ask(*asked, "--jobs", job, SLURM_TIME_FORMAT="standard")
-            rows = [dict(zip(names, line.split("|"), strict=False)) for line in said.splitlines() if "|" in line]
+        for query, names in ((squeue, _SQUEUE), (sacct, _SACCT)):
+            answer, problem = self.ask(*query, "--jobs", job, SLURM_TIME_FORMAT="standard")
+            rows = [dict(zip(names, line.split("|"), strict=False)) for line in answer.splitlines() if "|" in line]
             if rows:
                 break
         return of_all(map(_state, rows), problem or "SLURM has forgotten the job")

@@ -43,7 +43,7 @@ class Sources:
     git: Mapping[str, Any] | None
     left_out: int = 0
 
-    def told(self) -> str:
+    def described(self) -> str:
         """In a line what is copied."""
         count = f"{len(self.files)} files of {self.root}"
         if self.git is None:
@@ -108,13 +108,13 @@ def take_snapshot(sources: Sources, folder: Path) -> Path:
         raise ConfigError(
             "the code cannot be copied", where=str(error.filename or target), why=error.strerror
         ) from error
-    said = {
+    reported = {
         **(sources.git or dict.fromkeys(("commit", "branch", "diff"), None)),
         "root": str(sources.root),
         "snapshot": {"path": str(target), "files": len(sources.files), "digest": digest.hexdigest()},
     }
     file = folder / f"{CODE}.json"
-    file.write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(reported, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return file
 
 
@@ -138,11 +138,11 @@ def _git(top: Path, environ: Mapping[str, str], *words: str) -> list[str]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", b"") or str(error).encode()
+        reported = getattr(error, "stderr", b"") or str(error).encode()
         raise ConfigError(
             f"git cannot list the files of {top}",
             where="submit.snapshot",
-            why=said.decode(errors="replace").strip(),
+            why=reported.decode(errors="replace").strip(),
             fix="repair the repository, or set `submit.snapshot: false`: then the job runs what is in the folder",
         ) from error
     return [name for name in done.stdout.decode(errors="surrogateescape").split("\0") if name]
@@ -151,10 +151,10 @@ def _git(top: Path, environ: Mapping[str, str], *words: str) -> list[str]:
 def _walk(folder: Path, without: Path) -> Iterator[str]:
     count = 0
     for place, folders, files in os.walk(folder):
-        kept = (name for name in folders if name not in _NEVER and not name.endswith(".egg-info"))
+        copied = (name for name in folders if name not in _NEVER and not name.endswith(".egg-info"))
         folders[:] = sorted(
             name
-            for name in kept
+            for name in copied
             if not os.path.exists(os.path.join(place, name, "pyvenv.cfg")) and not _inside(Path(place, name), without)
         )
         for name in sorted(files):

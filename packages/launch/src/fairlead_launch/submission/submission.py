@@ -58,10 +58,10 @@ class Submission:
         pattern = self.records[0].output
         if pattern is None:
             words = self.submitter.logs_command(self.id)
-            said, problem = ask(words, time.monotonic() + _ASK_S, self.submitter.environ) if words else ("", "")
+            answer, problem = ask(words, time.monotonic() + _ASK_S, self.submitter.environ) if words else ("", "")
             if problem or not words:
                 raise RunFailedError(f"the output of job {self.id} is not to be had", why=problem or "it is in no file")
-            return said
+            return answer
         path = Path(pattern)
         files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
         return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
@@ -83,23 +83,23 @@ class Submission:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            asked = self.state()  # before the runs are looked at: it may end in between
+            job_state = self.state()  # before the runs are looked at: it may end in between
             states = [state(run) for run in self.runs]
             if all(one.state == "finished" for one in states):
                 return states if len(states) > 1 or self.records[0].index is not None else states[0]
-            if asked.phase in ("finished", "failed", "cancelled"):
-                raise self._failed(asked, states)
+            if job_state.phase in ("finished", "failed", "cancelled"):
+                raise self._failed(job_state, states)
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise TimeoutError(f"job {self.id} is {asked.phase} after {timeout:g} s")
+                raise TimeoutError(f"job {self.id} is {job_state.phase} after {timeout:g} s")
             time.sleep(poll_s if left is None else min(poll_s, left))
 
-    def _failed(self, asked: JobState, states: Sequence[RunState]) -> RunFailedError:
+    def _failed(self, job_state: JobState, states: Sequence[RunState]) -> RunFailedError:
         unfinished = [f"{one.name}: {one.state}" + (f" ({one.reason})" if one.reason else "") for one in states]
         unfinished = [text for text, one in zip(unfinished, states, strict=True) if one.state != "finished"]
         more = [f"and {len(unfinished) - 5} more"] if len(unfinished) > 5 else []
         printed = self.logs().splitlines()[-_TAIL:] if self.records[0].output is not None else []
-        ended = f"{asked.phase}" + (f" ({asked.reason})" if asked.reason else "")
+        ended = f"{job_state.phase}" + (f" ({job_state.reason})" if job_state.reason else "")
         return RunFailedError(
             f"job {self.id} is {ended}, and the run is not finished",
             where=self.records[0].folder,

@@ -71,8 +71,8 @@ def render_template(name: str, values: Mapping[str, Any], *, own: str | None = N
     except UnicodeDecodeError as error:
         raise wrong("the template is not text in UTF-8", why=str(error)) from error
     except jinja2.UndefinedError as error:
-        asked = str(error).split("'")[1] if "'" in str(error) else ""
-        near = did_you_mean(asked, values)
+        name_given = str(error).split("'")[1] if "'" in str(error) else ""
+        near = did_you_mean(name_given, values)
         fix = f"did you mean {near!r}?" if near else f"it may use: {', '.join(sorted(values))}"
         raise wrong("the template asks for what there is not", why=str(error), fix=fix) from error
     except jinja2.TemplateSyntaxError as error:

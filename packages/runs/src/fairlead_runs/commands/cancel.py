@@ -43,15 +43,15 @@ def run_cancel(arguments: argparse.Namespace, session: Session) -> int:
     """Ends a run, and says how; nothing to end is no error."""
     run = state(find_run(arguments.run, session, or_sweep=True))
     job = job_of_run(run.path) if run.state != "finished" else None
-    asked = ask_for_job(job, session.plugins, session.environ) if job is not None else None
-    starting = asked is not None and asked.state in ("running", "ending")
-    here = starting or lives(run, job, asked)
+    status = ask_for_job(job, session.plugins, session.environ) if job is not None else None
+    starting = status is not None and status.state in ("running", "ending")
+    here = starting or lives(run, job, status)
     if here and arguments.now:
         session.print(_now(run, job, session))
     elif here:
         session.print(_stop(run))
-    elif job is not None and _may_start(run, asked):
-        session.print(_queued(run, job, asked, session))
+    elif job is not None and _may_start(run, status):
+        session.print(_queued(run, job, status, session))
     else:
         reason = f" ({run.reason})" if run.reason else ""
         ended = f"the job of {run.name} has ended" if run.state == "running" else f"{run.name} is {run.state}{reason}"
@@ -59,10 +59,10 @@ def run_cancel(arguments: argparse.Namespace, session: Session) -> int:
     return 0
 
 
-def _may_start(run: RunState, asked: JobStatus | None) -> bool:
+def _may_start(run: RunState, status: JobStatus | None) -> bool:
     """Whether the job of the last start may start again."""
-    if asked is not None and asked.state in ("queued", "ended"):
-        return asked.state == "queued"
+    if status is not None and status.state in ("queued", "ended"):
+        return status.state == "queued"
     return any(event["event"] == "requeue" for event in read_history(run.path / "history.jsonl")[-1:])
 
 
@@ -91,11 +91,11 @@ def _make(run: Path) -> None:
         raise disk_error(error, "the run cannot be asked to stop", run / STOP, RunDirectoryError) from error
 
 
-def _queued(run: RunState, job: RunJob, asked: JobStatus | None, session: Session) -> str:
+def _queued(run: RunState, job: RunJob, status: JobStatus | None, session: Session) -> str:
     """A job that waits has nothing to save: the scheduler forgets it, or else its next start stops at once."""
     queue = queue_of(job, session.plugins)
-    why = asked.said if asked is not None and asked.state == "unknown" else f"no plugin here can end {job.id}"
-    if queue is not None and asked is not None and asked.state == "queued":
+    why = status.detail if status is not None and status.state == "unknown" else f"no plugin here can end {job.id}"
+    if queue is not None and status is not None and status.state == "queued":
         words = queue.job_cancel(job, queued=True)
         refused = _run(words, session)
         if refused is None:
@@ -152,4 +152,4 @@ def _run(words: tuple[str, ...], session: Session) -> str | None:
     done = attempt([program, *words[1:]], _TIMEOUT, session.environ)
     if done.code == 0:
         return None
-    return done.said or (f"exit code {done.code}" if done.code is not None else f"no answer within {_TIMEOUT:.0f} s")
+    return done.message or (f"exit code {done.code}" if done.code is not None else f"no answer within {_TIMEOUT:.0f} s")

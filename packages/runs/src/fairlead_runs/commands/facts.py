@@ -13,7 +13,7 @@ from fairlead_runs.scheduler import JobStatus, RunJob, lives
 from fairlead_runs.switches import SAVE, STOP, find_switch
 
 
-def shown_state(run: RunState, job: RunJob | None, asked: JobStatus | None) -> tuple[str, str]:
+def shown_state(run: RunState, job: RunJob | None, status: JobStatus | None) -> tuple[str, str]:
     """The state of a run and why, by its directory and by what its scheduler says of its job.
 
     `queued` is one whose job waits to start, or to start again, and `starting` one whose job runs and has yet to begin
@@ -21,42 +21,42 @@ def shown_state(run: RunState, job: RunJob | None, asked: JobStatus | None) -> t
     """
     if run.state == "running" and run.reason == "starting":
         return "starting", ""
-    if asked is None or lives(run, job, asked):
+    if status is None or lives(run, job, status):
         return run.state, run.reason
     last = (run.state, run.reason)
-    if run.state == "running" and asked.state == "ended":
-        last = ("interrupted", f"its job has ended: {asked.said}")
+    if run.state == "running" and status.state == "ended":
+        last = ("interrupted", f"its job has ended: {status.detail}")
     elif run.state == "running":
         last = ("interrupted", "exited without an error report")
-    ended = last[1] if run.state == "running" else _said(*last)
+    ended = last[1] if run.state == "running" else _with_reason(*last)
     before = f"its last start: {ended}" if run.starts else "it has not started yet"
-    if asked.state == "queued":
+    if status.state == "queued":
         return "queued", before
-    if asked.state == "running" and _begins(run, asked):
+    if status.state == "running" and _begins(run, status):
         return "starting", before if run.starts else ""
-    if not run.starts and asked.state == "ended":
-        return "unknown", f"its job ended before it started: {asked.said}"
+    if not run.starts and status.state == "ended":
+        return "unknown", f"its job ended before it started: {status.detail}"
     return last
 
 
-def _begins(run: RunState, asked: JobStatus) -> bool:
+def _begins(run: RunState, status: JobStatus) -> bool:
     """Whether a job that runs was started after the run's last start, or the run was never started."""
-    return run.started is None or (asked.since is not None and asked.since > run.started.timestamp())
+    return run.started is None or (status.since is not None and status.since > run.started.timestamp())
 
 
-def _said(state: str, reason: str) -> str:
+def _with_reason(state: str, reason: str) -> str:
     return state + (f" ({reason})" if reason else "")
 
 
-def headline(run: RunState, job: RunJob | None, asked: JobStatus | None) -> str:
+def headline(run: RunState, job: RunJob | None, status: JobStatus | None) -> str:
     """The run's name and state."""
-    state, reason = shown_state(run, job, asked)
+    state, reason = shown_state(run, job, status)
     if state in ("queued", "starting"):
         return f"{run.name}: {state}" + (f"; {reason}" if reason else "")
-    return f"{run.name}: {_said(state, reason)}"
+    return f"{run.name}: {_with_reason(state, reason)}"
 
 
-def facts(run: RunState, how: Pace, job: RunJob | None, asked: JobStatus | None, now: float) -> dict[str, str]:
+def facts(run: RunState, how: Pace, job: RunJob | None, status: JobStatus | None, now: float) -> dict[str, str]:
     """The lines, by their names."""
     of = f" of {how.max_steps}" if how.max_steps is not None else ""
     lines = {
@@ -65,16 +65,16 @@ def facts(run: RunState, how: Pace, job: RunJob | None, asked: JobStatus | None,
         "step": f"{or_dash(run.step)}{of}",
         "metrics": metric(run.metrics),
     }
-    here = lives(run, job, asked)
+    here = lives(run, job, status)
     if run.owner is not None and here:
         lines["held by"] = f"{run.owner.host}, process {run.owner.pid}"
     if here and run.started is not None:
         started = run.started.timestamp()
         lines["running"] = f"since {_clock(started, now)}, for {in_words(now - started)}"
     if job is not None:
-        name = asked.job if asked is not None and asked.job is not None else job.id
+        name = status.job if status is not None and status.job is not None else job.id
         chain = f" of the chain {job.chain}" if job.chain is not None else ""
-        lines["job"] = f"{name}{chain}: {'; '.join(_job(asked, now))}"
+        lines["job"] = f"{name}{chain}: {'; '.join(_job(status, now))}"
     if how.steps_per_s is not None:
         speed = f"{how.steps_per_s:.3g} steps/s" if how.steps_per_s >= 0.1 else f"{1 / how.steps_per_s:.3g} s/step"
         left = f", {in_words(how.left_s)} to step {how.max_steps}" if how.left_s and here else ""
@@ -92,19 +92,19 @@ def in_words(seconds: float) -> str:
     return ago(seconds).removesuffix(" ago")
 
 
-def _job(asked: JobStatus | None, now: float) -> Iterator[str]:
-    if asked is None:
+def _job(status: JobStatus | None, now: float) -> Iterator[str]:
+    if status is None:
         yield "no plugin here knows how to ask for it"
         return
-    yield f"{asked.state} ({asked.said})" if asked.said else asked.state
-    if asked.why:
-        yield asked.why
-    if asked.starts is not None:
-        yield f"not before {_clock(asked.starts, now)}, in {in_words(asked.starts - now)}"
-    if asked.ends is not None:
-        yield f"its time limit is at {_clock(asked.ends, now)}, in {in_words(asked.ends - now)}"
-    if asked.restarts:
-        yield f"restarted {asked.restarts} time{'s' if asked.restarts > 1 else ''}"
+    yield f"{status.state} ({status.detail})" if status.detail else status.state
+    if status.why:
+        yield status.why
+    if status.starts is not None:
+        yield f"not before {_clock(status.starts, now)}, in {in_words(status.starts - now)}"
+    if status.ends is not None:
+        yield f"its time limit is at {_clock(status.ends, now)}, in {in_words(status.ends - now)}"
+    if status.restarts:
+        yield f"restarted {status.restarts} time{'s' if status.restarts > 1 else ''}"
 
 
 def _saves(how: Pace, now: float, *, here: bool) -> Iterator[str]:

@@ -70,8 +70,8 @@ class _File:
         """The lines since the last call, each with its time: that of the line before, where it has none."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            kept: Iterator[bytes] | deque[bytes] = self._whole(iter(file))
-            for line in kept if limit is None else deque(kept, limit):
+            selected: Iterator[bytes] | deque[bytes] = self._whole(iter(file))
+            for line in selected if limit is None else deque(selected, limit):
                 text = line.decode(errors="replace").rstrip("\r\n")
                 if found := _TIME.match(text):
                     self.time = found[0]
@@ -139,36 +139,40 @@ class _Ending:
     def __init__(self, path: Path, session: Session) -> None:
         self._path = path
         self._session = session
-        self._asked = float("-inf")
-        self._said: str | None = None
+        self._asked_at = float("-inf")
+        self._reported: str | None = None
 
     def why_over(self) -> str | None:
         """The run's end in words; None while it runs, or is to start again."""
         run = state(self._path)
         if run.state == "running" or (run.owner is not None and run.state != "finished"):  # or has yet to ask for one
-            self._said = None
+            self._reported = None
             return None
-        said = f"{run.name} is {run.state}" + (f" ({run.reason})" if run.reason else "")
+        ended = f"{run.name} is {run.state}" + (f" ({run.reason})" if run.reason else "")
         if run.state == "finished":
-            return said
+            return ended
         waits = self._waits()
         if waits is None:
             now = state(self._path)  # the next start may have come since
-            return said if (now.starts, now.owner) == (run.starts, run.owner) else None
-        if self._said != waits:
-            self._said = waits
-            self._session.warn(f"{said}; {waits}: waiting for its next start")
+            return ended if (now.starts, now.owner) == (run.starts, run.owner) else None
+        if self._reported != waits:
+            self._reported = waits
+            self._session.warn(f"{ended}; {waits}: waiting for its next start")
         return None
 
     def _waits(self) -> str | None:
         job = job_of_run(self._path)
         if job is not None:
-            if time.monotonic() - self._asked < _SCHEDULER_S:
-                return self._said or f"job {job.id} is asked for in a moment"
-            self._asked = time.monotonic()
-            asked = ask_for_job(job, self._session.plugins, self._session.environ)
-            if asked is not None and asked.state != "unknown":
-                return f"job {asked.job or job.id} is {asked.state} ({asked.said})" if asked.state != "ended" else None
+            if time.monotonic() - self._asked_at < _SCHEDULER_S:
+                return self._reported or f"job {job.id} is asked for in a moment"
+            self._asked_at = time.monotonic()
+            status = ask_for_job(job, self._session.plugins, self._session.environ)
+            if status is not None and status.state != "unknown":
+                return (
+                    f"job {status.job or job.id} is {status.state} ({status.detail})"
+                    if status.state != "ended"
+                    else None
+                )
         last = read_history(self._path / "history.jsonl")[-1:]
         return "another start was asked for" if last and last[0]["event"] == "requeue" else None
 

@@ -97,8 +97,8 @@ def _states(runs: Sequence[RunState], session: Session) -> dict[Path, tuple[str,
         alive = run.state == "running" and run.heartbeat_age_s is not None and run.heartbeat_age_s < _ALIVE_S
         if run.state != "finished" and not alive and (job := job_of_run(run.path)) is not None:
             jobs[run.path] = job
-    asked = ask_for_jobs(jobs, session.plugins, session.environ)
-    return {run.path: shown_state(run, jobs.get(run.path), asked.get(run.path)) for run in runs}
+    status = ask_for_jobs(jobs, session.plugins, session.environ)
+    return {run.path: shown_state(run, jobs.get(run.path), status.get(run.path)) for run in runs}
 
 
 def _counts(name: str) -> bool:

@@ -17,7 +17,7 @@ from fairlead_runs.describe import counted
 from fairlead_runs.pace import pace
 from fairlead_runs.scheduler import ask_for_job, job_of_run
 from fairlead_runs.states import find_dumps
-from fairlead_runs.unserved import longest_wait, said_wait
+from fairlead_runs.unserved import longest_wait, wait_line
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 _ROWS: Final = 20
@@ -38,7 +38,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
     run = state(find_run(arguments.run, session), now=now)
     stuck = _stuck(run, now)
     job = job_of_run(run.path) if run.state != "finished" else None
-    asked = ask_for_job(job, session.plugins, session.environ) if job is not None else None
+    answer = ask_for_job(job, session.plugins, session.environ) if job is not None else None
     how = pace(run, now)
     dumps = find_dumps(run.path)
     wait = longest_wait(run.path)
@@ -48,9 +48,9 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
         session.print_json(
             {
                 **summary(run),
-                **dict(zip(("state", "reason"), shown_state(run, job, asked), strict=True)),
+                **dict(zip(("state", "reason"), shown_state(run, job, answer), strict=True)),
                 **asdict(how),
-                "job": {**asdict(job), **(asdict(asked) if asked is not None else {})} if job is not None else None,
+                "job": {**asdict(job), **(asdict(answer) if answer is not None else {})} if job is not None else None,
                 "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],
                 "behind": behind,
                 "why_behind": stuck.why if stuck is not None else None,
@@ -59,16 +59,16 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
             }
         )
         return 0
-    session.print(headline(run, job, asked))
-    for name, value in facts(run, how, job, asked, now).items():
+    session.print(headline(run, job, answer))
+    for name, value in facts(run, how, job, answer, now).items():
         session.print(f"  {name + ':':<11}{value}")
     if run.ranks:
         session.print()
         for line in _groups(grouped(run.ranks), now):
             session.print(line)
-    notes = [*_wrong_clocks(run.ranks, now), *said_wait(wait)]
+    notes = [*_wrong_clocks(run.ranks, now), *wait_line(wait)]
     if stuck is not None:
-        notes.append(_said(stuck, now, running=run.state == "running"))
+        notes.append(_waiting_line(stuck, now, running=run.state == "running"))
     notes += [f"{d.kind}: {_shown(d.path, session)} ({counted(d.files, 'file')})" for d in dumps]
     if notes:
         session.print()
@@ -105,7 +105,7 @@ def _groups(groups: Sequence[Sequence[Beat]], now: float) -> Iterator[str]:
         yield f"and {ranks} in {counted(len(left), 'more group')}; --json has each"
 
 
-def _said(stuck: Waiting, now: float, *, running: bool) -> str:
+def _waiting_line(stuck: Waiting, now: float, *, running: bool) -> str:
     """Which rank is stuck where, and who waits for it, as a sentence."""
     first, alone = stuck.behind[0], len(stuck.others) == 1
     who, is_, it = ("rank", "is", "it") if len(stuck.behind) == 1 else ("ranks", "are", "them")

@@ -261,15 +261,15 @@ def chosen(ordered: Sequence[R], policy: RetentionPolicy, sound: Callable[[R], b
 
 
 def _spaced(ordered: list[R], minutes: float) -> list[R]:
-    kept: list[R] = []
+    retained: list[R] = []
     previous: datetime.datetime | None = None
     for item in ordered:
         created = datetime.datetime.fromisoformat(item.created)
         # A clock that went backwards gives a negative span; counting from there keeps too much, never too little.
         if previous is None or not 0 <= (created - previous).total_seconds() < minutes * 60:
-            kept.append(item)
+            retained.append(item)
             previous = created
-    return kept
+    return retained
 
 
 def _sound(checkpoint: Checkpoint) -> bool:

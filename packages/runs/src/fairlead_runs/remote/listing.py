@@ -164,10 +164,10 @@ def retain(
     if policy.last is None:
         return []
     ordered = sorted((item for item in list_checkpoints(store) if item.complete), key=lambda item: item.order)
-    kept = chosen(ordered, policy)
+    retained = chosen(ordered, policy)
     deleted = []
     for item in ordered:
-        if item in kept or item.kept_forever or item.name in keep:
+        if item in retained or item.kept_forever or item.name in keep:
             continue
         before_each()
         store.delete([f"{item.name}/{MANIFEST}"])

@@ -37,10 +37,10 @@ def is_of_a_store(error: Exception) -> bool:
 
 def store_error(error: BaseException, what: str, url: str) -> CheckpointError:
     """The user's error for one of a store: where, why, and what to do."""
-    return CheckpointError(f"cannot {what}", where=url, why=_told(error), fix=_advice(error))
+    return CheckpointError(f"cannot {what}", where=url, why=_reason(error), fix=_advice(error))
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     text = next(iter(str(error).strip().splitlines()), "")
     return redact_text(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 

@@ -130,14 +130,14 @@ class _Reader:
         return {name: Move(self._rank, new[name].part, [(old[name], new[name])]).of(read) for name in names}
 
     def _optimizer_states(self) -> dict[str, Any]:
-        engine, kept = self._engine, dict[int, RankState]()
+        engine, loaded = self._engine, dict[int, RankState]()
         shapes = self._map(self.model_file(0))[key.PARAM_SHAPES]
 
         def before(rank: int) -> RankState:
-            if rank not in kept:
+            if rank not in loaded:
                 saved = self._map(self._parts[rank])[key.OPTIMIZER_STATE_DICT]
-                kept[rank] = RankState(saved, shapes, self._ranks)
-            return kept[rank]
+                loaded[rank] = RankState(saved, shapes, self._ranks)
+            return loaded[rank]
 
         now = RankState(engine.optimizer.state_dict(), engine._get_zero_param_shapes(), self._world)
         return recut(before, now, self._rank)

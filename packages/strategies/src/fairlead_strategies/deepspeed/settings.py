@@ -168,11 +168,11 @@ def sixteen_bits(precision: Any) -> str | None:
     return "bf16" if text.startswith(("bf16", "bfloat16")) else "fp16" if text.startswith(("16", "float16")) else None
 
 
-def _conflict(name: str, value: object, field: str, asked: object) -> Finding:
+def _conflict(name: str, value: object, field: str, requested: object) -> Finding:
     return Finding(
         "error",
         "deepspeed-conflict",
-        f"DeepSpeed's configuration says {name}: {json.dumps(value)}, and the trainer says {field}: {asked}",
+        f"DeepSpeed's configuration says {name}: {json.dumps(value)}, and the trainer says {field}: {requested}",
         where=f"{WHERE}.{name}",
         why="both are meant for the same, and only one of them can count",
         fix=f"leave {name} out of DeepSpeed's configuration: the trainer's setting is passed on to it",

@@ -145,22 +145,22 @@ def _shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     if experts is not None:
-        kept = torch.device("cpu") if config.cpu_offload else device
-        experts.shard(kept, options, reshard=config.reshard_after_forward)
+        home = torch.device("cpu") if config.cpu_offload else device
+        experts.shard(home, options, reshard=config.reshard_after_forward)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=config.reshard_after_forward, **options)
     # The root is needed again at once for backward, so freeing it would only cost a second gather.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
 
 
-def _mixed_precision(asked: FSDP2MixedPrecision | None) -> MixedPrecisionPolicy:
-    if asked is None:
+def _mixed_precision(requested: FSDP2MixedPrecision | None) -> MixedPrecisionPolicy:
+    if requested is None:
         return MixedPrecisionPolicy()
     formats = {
-        name: getattr(torch, value) if (value := getattr(asked, name)) is not None else None
+        name: getattr(torch, value) if (value := getattr(requested, name)) is not None else None
         for name in ("param_dtype", "reduce_dtype", "output_dtype")
     }
-    return MixedPrecisionPolicy(**formats, cast_forward_inputs=asked.cast_forward_inputs)
+    return MixedPrecisionPolicy(**formats, cast_forward_inputs=requested.cast_forward_inputs)
 
 
 def wrap_policy(config: MeshStrategyConfig) -> Policy:

@@ -43,8 +43,8 @@ def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | No
             apart[key] = value
             speaks = first_rank(parameter.device_mesh) == dist.get_rank()
     announced: list[Any] = [None] * size
-    said = {key: _kind(value) for key, value in apart.items()} if speaks else {}
-    dist.all_gather_object(announced, said, group=group)
+    announcement = {key: _kind(value) for key, value in apart.items()} if speaks else {}
+    dist.all_gather_object(announced, announcement, group=group)
     for key, value in apart.items():
         whole = _whole(value)
         if rank == 0:

@@ -36,14 +36,14 @@ def layers_of(module: pl.LightningModule) -> list[nn.Module]:
         ConfigError: It does not say which they are, or leaves out some of its parameters.
     """
     if not callable(getattr(module, "pipeline_loss", None)):
-        raise _unsaid(module, "it has no pipeline_loss")
+        raise _missing(module, "it has no pipeline_loss")
     own = getattr(module, "pipeline_layers", None)
     if callable(own):
         layers = list(own())
     else:
         chains = [one for one in module.children() if any(True for _ in one.parameters())]
         if len(chains) != 1 or not isinstance(chains[0], nn.Sequential):
-            raise _unsaid(module, "it has no pipeline_layers, and is not one torch.nn.Sequential")
+            raise _missing(module, "it has no pipeline_layers, and is not one torch.nn.Sequential")
         layers = list(chains[0])
     wrong = next((one for one in layers if not isinstance(one, nn.Module)), None)
     if wrong is not None or not layers:
@@ -80,7 +80,7 @@ def _all_there(module: pl.LightningModule, layers: list[nn.Module]) -> None:
         )
 
 
-def _unsaid(module: pl.LightningModule, why: str) -> ConfigError:
+def _missing(module: pl.LightningModule, why: str) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__} does not say how it is split into stages",
         where="trainer.strategy",

@@ -59,8 +59,8 @@ def pipeline_findings(config: PipelineFields, layout: Layout, resolution: Resolu
 
 
 def _micro_batches(config: PipelineFields, ranks: int, local: int) -> Iterator[Finding]:
-    asked, where = config.micro_batches, "trainer.strategy.micro_batches"
-    count = 4 * ranks if asked == "auto" else asked
+    requested, where = config.micro_batches, "trainer.strategy.micro_batches"
+    count = 4 * ranks if requested == "auto" else requested
     if not usable(config.schedule, count, ranks):
         rounds = count // ranks
         yield Finding(
@@ -86,5 +86,5 @@ def _micro_batches(config: PipelineFields, ranks: int, local: int) -> Iterator[F
             fix=f"micro_batches: {4 * ranks} or more, and a batch that it divides",
         )
         return
-    upto = "up to " if asked == "auto" else ""
+    upto = "up to " if requested == "auto" else ""
     yield Finding("info", "pipeline-bubble", f"{config.schedule} with {upto}{count} micro-batches: {says}", where=where)

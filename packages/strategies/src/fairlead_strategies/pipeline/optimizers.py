@@ -31,10 +31,10 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[st
 def keep_own(optimizer: Optimizer, own: set[int]) -> None:
     """Leaves this rank's parameters in an optimizer."""
     for group in optimizer.param_groups:
-        kept = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own]
+        own_numbers = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own]
         for key in ("params", "param_names"):
             if key in group:
-                group[key] = [group[key][number] for number in kept]
+                group[key] = [group[key][number] for number in own_numbers]
     for parameter in [one for one in optimizer.state if id(one) not in own]:
         del optimizer.state[parameter]
 

@@ -45,9 +45,9 @@ class StageOfModule(nn.Module):
         super().__init__()
         keep = {id(part) for layer in layers for part in layer.modules()}
         for name, child in whole.named_children():
-            kept = _pruned(child, keep)
-            if kept is not None:
-                self.add_module(name, kept)
+            pruned = _pruned(child, keep)
+            if pruned is not None:
+                self.add_module(name, pruned)
         object.__setattr__(self, "chain", list(layers))  # not modules of it once more
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
