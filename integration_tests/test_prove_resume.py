@@ -1,4 +1,4 @@
-"""`fairlead fit JOB --prove-resume` on jobs as people write them: some that are not exact, and some that are."""
+"""`--prove-resume` of jobs and scripts as people write them: some that are not exact, and some that are."""
 
 from __future__ import annotations
 
@@ -371,3 +371,71 @@ def test_a_job_that_ends_too_early_says_so(tmp_path: Path) -> None:
     assert call.code == 1, call.text
     assert "before it could be killed" in call.err
     assert "max_epochs" in call.err
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fairlead import Run
+from fairlead_distributed import DistributedDataParallel, process_group
+
+COUNTS = {"steps": 0}
+torch.manual_seed(1)
+with process_group():
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=4, shuffle=True)
+    with Run("runs/job", model=model, optimizer=optimizer, max_epochs=100) as run:
+        run.restore()
+        for (x,) in run.batches(loader):
+            EACH_STEP
+            loss = model(x).square().mean() * (COUNTS["steps"] + 1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss=loss)
+open("beyond", "w").close()
+"""
+
+
+def proved_script(folder: Path, line: str, *words: str) -> Call:
+    """Proves a script that would train for 2,400 steps; its own run directory is not there afterwards."""
+    (folder / "train.py").write_text(SCRIPT.replace("EACH_STEP", line))
+    call = start("launch", *words, "--prove-resume", "train.py", cwd=folder, environ=ENVIRON).end(5 * LIMIT_S)
+    assert not (folder / "runs").exists()
+    assert not (folder / "beyond").exists()
+    return call
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_script_with_a_run_is_proven(tmp_path: Path, ranks: int) -> None:
+    call = proved_script(tmp_path, "pass", "--nproc", str(ranks))
+    assert call.code == 0, call.text
+    said = f"{ranks} rank{'s'[: ranks > 1]}, killed after step 6, resumed from the checkpoint of step 4"
+    lines = call.out.splitlines()
+    assert lines[0] == f"equal in every bit: {said}"
+    assert "rank-00000.rng.numpy" in lines[1]  # a generator that the script does not seed, and does not use
+    assert [one for one in os.listdir(tmp_path) if one[0] != "." or one.startswith(".prove")] == ["train.py"]
+
+
+def test_a_script_with_a_counter_in_a_global(tmp_path: Path) -> None:
+    call = proved_script(tmp_path, 'COUNTS["steps"] += 1')
+    why = r"not restored: COUNTS\['steps'\] of the module __main__: 4 became 0"
+    differs(call, first=r"loss: \S+ became \S+ at step 5 \(metrics\.csv\)", why=why, do="keep it in run.state")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--prove-steps", "2"), "at least 3"),
+        (("--nnodes", "2"), "starts its ranks itself, on one machine"),
+        ((), "the training has opened no run: there is nothing to resume"),
+    ],
+)
+def test_a_script_that_cannot_be_proven_says_so(tmp_path: Path, words: tuple[str, ...], what: str) -> None:
+    (tmp_path / "train.py").write_text("print('nothing of Fairlead')")
+    call = start("launch", *words, "--prove-resume", "train.py", cwd=tmp_path, environ=ENVIRON).end(LIMIT_S)
+    assert call.code == 2, call.text
+    assert what in call.err
+    assert [one for one in os.listdir(tmp_path) if one[0] != "." or one.startswith(".prove")] == ["train.py"]

@@ -240,3 +240,29 @@ def test_a_loop_of_accelerate_resumes_with_the_same_bits(tmp_path: Path) -> None
     output = ended(start(script, parts))
     assert "resumes from" in output, output
     assert rows(parts) == rows(whole)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        pytest.param("", "equal in every bit: 1 rank, killed after step 6, resumed", marks=pytest.mark.full),
+        ("self.calls += 1", "not restored: calls of the model Line: 4 became 0"),
+    ],
+    ids=["as it stands", "a count in the model"],
+)
+def test_its_resume_is_proven(script: Path, line: str, said: str) -> None:
+    """Nothing is left of it, and what the script does after its training is not done."""
+    text = script.read_text()
+    text = text.replace("        super().__init__()", "        super().__init__()\n        self.calls = 0", 1)
+    text = text.replace("        time.sleep(0.02)", f"        {line or 'pass'}", 1)
+    script.write_text(text.replace("self.layers(x), labels)", "self.layers(x), labels) * (1 + self.calls)", 1))
+    words = [sys.executable, "-m", "fairlead", "launch", "--prove-resume", script.name]
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    proof = subprocess.run(
+        words, cwd=script.parent, env={**os.environ, **own}, text=True, capture_output=True, timeout=LIMIT_S
+    )
+    assert said in proof.stdout, proof.stdout + proof.stderr
+    assert proof.returncode == (1 if line else 0)
+    assert not line or "first: loss" in proof.stdout
+    assert not (script.parent / "runs").exists()
+    assert not (script.parent / "out" / "model").exists()

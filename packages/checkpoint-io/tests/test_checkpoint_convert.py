@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -10,11 +11,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_files import Command, flip
 from safetensors import safe_open
-from safetensors.torch import load_model
+from safetensors.torch import load_model, save_file
 
 from fairlead_checkpoint_io import DistributedCheckpointIOConfig
 from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpointIO
@@ -391,3 +393,26 @@ def test_of_a_run_the_newest_complete_one_is_taken(fairlead: Command, tmp_path: 
     assert load(tmp_path / "gpt-step-00000007.ckpt")["global_step"] == 7
     (root / "step-00000007" / "state.ckpt").unlink()
     assert "no complete checkpoint" in fairlead("consolidate", "runs/gpt").err
+
+
+def test_a_folder_of_hugging_faces_trainer(fairlead: Command, tmp_path: Path) -> None:
+    """Compared and converted as any other; its weights may be in several files, its generators are numpy's."""
+    state = lightning_state()
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        weights = {key: value.clone() for key, value in state["state_dict"].items()}
+        save_file({key: value for key, value in weights.items() if key == "low"}, folder / "model-1.safetensors")
+        save_file({key: value for key, value in weights.items() if key != "low"}, folder / "model-2.safetensors")
+        torch.save(state["optimizer_states"][0], folder / "optimizer.pt")
+        torch.save({"numpy": np.random.RandomState(1).get_state()}, folder / "rng_state.pth")
+        (folder / "trainer_state.json").write_text(json.dumps({"epoch": 1.5, "global_step": 7}))
+    assert fairlead("diff", "one", "two").code == 0
+    (tmp_path / "two" / "trainer_state.json").write_text(json.dumps({"epoch": 1.5, "global_step": 8}))
+    torch.save({"numpy": np.random.RandomState(2).get_state()}, tmp_path / "two" / "rng_state.pth")
+    names = [one["name"] for one in fairlead("diff", "one", "two", "--json").document["differences"]]
+    assert {"global_step", "rank-00000.rng.numpy.1"} <= set(names)
+    assert fairlead("convert", "one", "plain.ckpt", "--to", "torch").code == 0
+    plain = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    assert torch.equal(plain["state_dict"]["low"], state["state_dict"]["low"])
+    assert plain["global_step"] == 7

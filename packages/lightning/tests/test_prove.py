@@ -16,10 +16,12 @@ import pytest
 import torch
 from tiny_job import Line, plain
 
-from fairlead_lightning.commands.prove import _told, covered
-from fairlead_lightning.commands.prove_compare import Unequal, trained_otherwise
-from fairlead_lightning.commands.prove_memory import remembered
-from fairlead_lightning.commands.prove_plan import Epochs, Plan
+from fairlead_distributed.run.memory import remembered
+from fairlead_launch.prove.compare import Unequal, trained_otherwise
+from fairlead_launch.prove.course import explained
+from fairlead_lightning.commands.prove import covered
+from fairlead_lightning.commands.prove_plan import DecidingPlan, Epochs
+from fairlead_lightning.commands.prove_probe import owners_of_fit
 
 
 class Helper:
@@ -45,7 +47,7 @@ class Keeps(L.Callback):
 def memory(model: L.LightningModule, callback: L.Callback) -> dict[str, str]:
     trainer = plain(max_steps=1, callbacks=[callback])
     trainer.strategy._lightning_module = model
-    return remembered(trainer, ())
+    return remembered(owners_of_fit(trainer), ())
 
 
 def test_what_a_callback_keeps_is_read() -> None:
@@ -102,7 +104,7 @@ def test_variables_of_the_users_modules_are_read(tmp_path: Path) -> None:
     try:
         trainer = plain(max_steps=1)
         trainer.strategy._lightning_module = Line()
-        found = remembered(trainer, (tmp_path,))
+        found = remembered(owners_of_fit(trainer), (tmp_path,))
     finally:
         del sys.modules["users_own"]
     assert found["SCALE['value'] of the module users_own"] == "2.0"
@@ -112,7 +114,7 @@ def test_variables_of_the_users_modules_are_read(tmp_path: Path) -> None:
 def test_the_places_of_a_proof() -> None:
     """There is a step between the checkpoint and the kill, and the kill comes before the last step."""
     for steps in range(3, 40):
-        plan = Plan.of(steps)
+        plan = DecidingPlan.of(steps)
         assert 0 < plan.checkpoint < plan.kill < plan.steps
 
 
@@ -136,8 +138,8 @@ EPOCH_OF_100 = Epochs(100, 1, validates=True, every_batches=100, every_epochs=1,
 def test_epochs_are_cut_where_steps_do_not_reach_a_decision(epochs: Epochs) -> None:
     """One before the checkpoint, so that the state of what decides is in it; one behind the kill, which needs that."""
     for steps in (3, 8, 20, 33):
-        assert not Plan.of(steps).reaches_decisions(epochs)
-        plan = Plan.of(steps).deciding(epochs)
+        assert not DecidingPlan.of(steps).reaches_decisions(epochs)
+        plan = DecidingPlan.of(steps).deciding(epochs)
         assert plan.steps >= steps
         assert plan.epoch is not None
         every = None if epochs.every_epochs is None else 1
@@ -146,10 +148,10 @@ def test_epochs_are_cut_where_steps_do_not_reach_a_decision(epochs: Epochs) -> N
 
 
 def test_epochs_stay_whole_where_the_steps_reach() -> None:
-    assert Plan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=8, every_batches=8))
-    assert Plan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=16, every_batches=16, accumulate=2))
+    assert DecidingPlan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=8, every_batches=8))
+    assert DecidingPlan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=16, every_batches=16, accumulate=2))
     # A validation between checkpoint and kill saves: the resume would begin there.
-    assert not Plan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=4, every_batches=4))
+    assert not DecidingPlan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=4, every_batches=4))
 
 
 def test_the_last_line_says_which_decisions_it_has_seen() -> None:
@@ -160,13 +162,13 @@ def test_the_last_line_says_which_decisions_it_has_seen() -> None:
         "end": {"EarlyStopping": "0.4", "ReduceLROnPlateau": "0", "Mine": "1"},
     }
     noted = {"step": 8, "validates": True, "validated": [3, 6], "decided": decided}
-    plan = Plan.of(8).deciding(EPOCH_OF_100)
+    plan = DecidingPlan.of(8).deciding(EPOCH_OF_100)
     line = covered(noted, plan, EPOCH_OF_100)
     assert line.startswith("compared after 8 steps, in epochs of 3 batches of 100, each with a validation: weights")
     assert "with the validations after step 3, 6; ReduceLROnPlateau decided nothing in these steps" in line
     assert "Mine decided nothing before the checkpoint" in line
     assert line.endswith("; EarlyStopping decided before the checkpoint and after the resume")
-    none = covered(noted | {"validated": [], "decided": {}}, Plan.of(8), None)
+    none = covered(noted | {"validated": [], "decided": {}}, DecidingPlan.of(8), None)
     assert none.startswith("compared after 8 steps: ")
     assert none.endswith("; no validation came in these steps")
 
@@ -181,19 +183,21 @@ def test_an_item_is_told_with_what_holds_it() -> None:
 
 
 def test_metrics_alone_are_no_other_training() -> None:
-    """The samples a second are never alike; weights are."""
+    """The samples a second are never alike, nor generators that nobody seeds; weights are."""
     assert not trained_otherwise([Unequal("metric", "speed", "1 became 2")])
-    assert trained_otherwise([Unequal("checkpoint", "state_dict.weight", "3 of 3 elements differ")])
+    assert not trained_otherwise([Unequal("tensor", "rank-00000.rng.numpy", "3 of 624 elements differ")])
+    assert trained_otherwise([Unequal("tensor", "state_dict.weight", "3 of 3 elements differ")])
 
 
 def test_what_the_start_said_is_a_reason() -> None:
     """Before what was not restored; with neither, the reason is not known."""
     differs = Unequal("metric", "loss", "1 became 2 at step 4")
     lost = Unequal("memory", "shadow of the callback Ema", "6 items became 0 items")
-    lines = _told([differs], [lost], ["the loader of training has no state"])
+    said = ["the loader of training has no state"]
+    lines = explained([differs], [lost], said, {})
     assert [line for line in lines if line.startswith("  why:")] == [
         "  why:   the start said: the loader of training has no state",
         f"  why:   not restored: {lost}",
     ]
-    assert not any("not found" in line for line in _told([differs], [], ["the loader of training has no state"]))
-    assert any("not found" in line for line in _told([differs], [], []))
+    assert not any("not found" in line for line in explained([differs], [], said, {}))
+    assert any("not found" in line for line in explained([differs], [], [], {}))

@@ -1,11 +1,11 @@
-"""The formats that this package brings: what torch, Lightning, DeepSpeed and safetensors write. Imports no torch."""
+"""The formats that this package brings, of torch, Lightning, DeepSpeed, Hugging Face, safetensors. No torch here."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat
-from fairlead_checkpoint_io.files.formats import CONTENTS, LEGACY_MAGIC, is_deepspeed
+from fairlead_checkpoint_io.files.formats import CONTENTS, LEGACY_MAGIC, TRAINER_STATE, is_deepspeed
 
 _COMMANDS = "fairlead_checkpoint_io.commands"
 
@@ -58,4 +58,10 @@ safetensors = CheckpointFormat(
     write=f"{_COMMANDS}.states:write_safetensors",
     verify=f"{_COMMANDS}.file_checks:verify_safetensors",
     weights_only=True,
+)
+transformers = CheckpointFormat(
+    "transformers",
+    lambda path: (path / TRAINER_STATE).is_file(),
+    read=f"{_COMMANDS}.transformers_folder:read_transformers",
+    folder=True,
 )

@@ -67,7 +67,10 @@ class TorchFile(FilePlugin):
     config = TorchCheckpointIOConfig
     runtime = "fairlead_checkpoint_io.torch_file_runtime:build"
     aliases = ("TorchCheckpointIOPlugin",)
-    formats = tuple(f"fairlead_checkpoint_io.own_formats:{name}" for name in ("torch_file", "deepspeed", "safetensors"))
+    formats = tuple(
+        f"fairlead_checkpoint_io.own_formats:{name}"
+        for name in ("torch_file", "deepspeed", "safetensors", "transformers")
+    )
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:

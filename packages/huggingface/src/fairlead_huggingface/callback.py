@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
@@ -18,7 +19,9 @@ from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.checkpoints import GroupRanks
 from fairlead_distributed.run.commits import Commit, Commits, Problem, explained, raised_by, write_errors
+from fairlead_distributed.run.memory import Owner, is_a_librarys
 from fairlead_distributed.run.open_run import OpenRun, Stopped
+from fairlead_distributed.run.proof import owners_of
 from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
@@ -207,6 +210,15 @@ class _TrainerRun(OpenRun):
             mode="max" if args.greater_is_better else "min",
         )
         self._saves = _TrainerCheckpoints(session, self._hf, config, self.copies)
+        if session.proof is not None:
+            args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1  # to see the first step that differs
+            session.proof.watch(self._owners)
+
+    def _owners(self) -> list[Owner]:
+        callbacks = [one for one in self._hf.callback_handler.callbacks if not isinstance(one, Fairlead)]
+        own = [Owner(one, f"callback {type(one).__name__}") for one in callbacks if not is_a_librarys(type(one))]
+        model: Any = self._hf.model
+        return [*owners_of({type(model).__name__: model}), *own]
 
     def begin(self, state: TrainerState) -> None:
         """Everything is restored; of a finished run nothing is left to do."""

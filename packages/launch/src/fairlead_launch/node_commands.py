@@ -27,6 +27,17 @@ _SAME: Final = {
 """The options that all nodes have alike, by their fields."""
 
 
+def option_words(config: LaunchConfig) -> list[str]:
+    """The options that all nodes have alike, where they are not the defaults."""
+    defaults = {name: LaunchConfig.model_fields[name].default for name in _SAME} | {"monitor_interval": 0.1}
+    return [
+        word
+        for name, option in _SAME.items()
+        if (value := getattr(config, name)) != defaults[name]
+        for word in (option, f"{value:g}" if isinstance(value, float) else str(value))
+    ]
+
+
 def node_words(config: LaunchConfig, script: Sequence[str], hosts: Sequence[str] = ()) -> list[list[str]]:
     """What is behind `fairlead` on each node: of hosts, or of as many as `nnodes` says.
 
@@ -36,13 +47,7 @@ def node_words(config: LaunchConfig, script: Sequence[str], hosts: Sequence[str]
         ['launch --nnodes 2 --node-rank 0 --main-address n1 --main-port 29500 --nproc 4 train.py',
          'launch --nnodes 2 --node-rank 1 --main-address n1 --main-port 29500 --nproc 4 train.py']
     """
-    defaults = {name: LaunchConfig.model_fields[name].default for name in _SAME} | {"monitor_interval": 0.1}
-    same = [
-        word
-        for name, option in _SAME.items()
-        if (value := getattr(config, name)) != defaults[name]
-        for word in (option, f"{value:g}" if isinstance(value, float) else str(value))
-    ]
+    same = option_words(config)
     port = config.master_port or DEFAULT_PORT
     nnodes, count = str(config.nnodes), config.nodes[1]
     if hosts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -21,7 +22,9 @@ from fairlead_distributed.run.commits import copies_of
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.scripts import advice_for_scripts, described_job, run_config
 from fairlead_distributed.run.session import RunSession
+from fairlead_launch.prove.plan import told
 from fairlead_lightning import compat
+from fairlead_lightning.commands.prove_probe import owners_of_fit
 from fairlead_lightning.display.quiet import hush
 from fairlead_lightning.fit import as_seen_by, callbacks_of, metrics_file
 from fairlead_lightning.fit_callback import FitCallback
@@ -94,7 +97,7 @@ class Fairlead(L.Callback):
         plugins = plugins if plugins is not None else default_plugins()
         self._config = TrainerConfig.model_validate(
             {
-                "requeue": requeue,
+                "requeue": requeue if told(self._environ) is None else "none",
                 "max_non_finite": max_non_finite,
                 "check_divergence_every_n_steps": check_divergence_every_n_steps,
                 "on_divergence": on_divergence,
@@ -130,6 +133,9 @@ class Fairlead(L.Callback):
         with advice_for_scripts():
             session = open_session(job, resolution, self.run, environ=self._environ, copies=copies)
         self.session = session
+        if session.proof is not None:
+            trainer.log_every_n_steps = 1  # type: ignore[attr-defined]  # to see the first step that differs
+            session.proof.watch(partial(owners_of_fit, trainer))
         loggers = []
         if session.finished is None:
             for message in session.messages:

@@ -18,6 +18,8 @@ REST: Final = "meta.pt"
 """In a directory of shards: everything of the state that is neither weights nor optimizers; the name is Lightning's."""
 WEIGHTS_FILE: Final = "weights.safetensors"
 """The weights in a folder of `fairlead checkpoint export`."""
+TRAINER_STATE: Final = "trainer_state.json"
+"""In a checkpoint of Hugging Face's Trainer: where the training is; the name is theirs."""
 LEGACY_MAGIC: Final = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)[:-1]
 """The first bytes of what torch.save wrote before 1.6: a pickle that starts with this number."""
 _SHOWN: Final = 8

@@ -22,6 +22,7 @@ from fairlead_distributed.run.boundary import Boundary
 from fairlead_distributed.run.ending import Ending
 from fairlead_distributed.run.failure_watch import FailureWatch
 from fairlead_distributed.run.opening import open_session
+from fairlead_distributed.run.proof import ScriptProof, owners_of
 from fairlead_distributed.run.scripts import advice_for_scripts, as_seen, described_job
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.run.store_copies import store_copies
@@ -65,6 +66,9 @@ class OpenRun(ABC):
         guard: StopGuard | None,
         copy_to: str | Mapping[str, Any] | None = None,
     ) -> None:
+        proof = ScriptProof.of(environ)
+        if proof is not None:  # which copies nothing, and has nothing started again
+            config, copy_to = proof.without_requeue(config, plugins), None
         self.steps = 0
         self.finished: str | None = None
         self.accumulate_grad_batches = 1
@@ -133,6 +137,8 @@ class OpenRun(ABC):
             for message in session.messages:
                 self.say(message)
             self._watch.watch(session, get_rank(), seen["local_rank"], self.progress)
+            if session.proof is not None:
+                session.proof.watch(lambda: owners_of(plain))
             self._prepare(session, resolution)
             self._ending = _RunEnding(self, session, guard, context)
             self._ending.prepare()

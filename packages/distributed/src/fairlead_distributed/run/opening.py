@@ -12,13 +12,14 @@ from typing import Any
 import torch.distributed as dist
 
 from fairlead.config import RunConfig
-from fairlead.errors import FairleadError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.findings import Finding
 from fairlead.hooks import answer
 from fairlead.plugins import default_plugins
 from fairlead.resolve import Resolution
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.checksums import check_for, help_to_compare
+from fairlead_distributed.run.proof import ScriptProof
 from fairlead_distributed.run.resume_source import (
     committed,
     compares,
@@ -53,6 +54,28 @@ def open_session(
     `ckpt_path` is what a run without checkpoints starts from; of `copies` the newest is fetched, and this start copies
     there.
     """
+    proof = ScriptProof.of(environ)
+    if proof is not None:
+        run = proof.redirected(run)
+        if copies is not None:
+            raise ConfigError(
+                "a proof would copy its checkpoints to the object store of the run",
+                where="--prove-resume",
+                fix="leave the remote checkpoint_io out for the proof",
+            )
+    session = _opened(job, resolution, run, environ, ckpt_path, copies)
+    session.proof = proof
+    return session
+
+
+def _opened(
+    job: Mapping[str, Any],
+    resolution: Resolution,
+    run: RunConfig,
+    environ: Mapping[str, str],
+    ckpt_path: str | os.PathLike[str] | None,
+    copies: CheckpointCopies | None,
+) -> RunSession:
     handoff = waiting_handoff(environ)
     if handoff is not None:
         return _taken_over(handoff, job, resolution, run, int(environ["LOCAL_RANK"]))

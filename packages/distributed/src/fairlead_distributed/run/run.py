@@ -194,6 +194,8 @@ class Run(OpenRun):
             session, self._registry, self._checkpoint, self.copies, finite=self._finite, gather=self._gather
         )
         self._replicas.begin(session)
+        if session.proof is not None:
+            self._log_every = 1  # so that the first step shows that differs
 
     def _settings(self) -> dict[str, Any]:
         limits = {"max_epochs": self._max_epochs, "max_steps": self._max_steps}
@@ -576,6 +578,8 @@ class Run(OpenRun):
                 fix='give one another name: run.batches(loader, name="other")',
             )
         source.prepare(loader, self._seed, self._data)
+        if not self._batches:
+            self._opened().beat("first-batch", self.steps)
         if self._guard is not None:
             protect_workers(source.loader, self._guard.in_worker)
         if self._samples is not None and not self._batches:

@@ -14,6 +14,7 @@ from torch.multiprocessing import ProcessExitedException
 from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError, RunLockedError
 from fairlead.exactness import job_digest
 from fairlead_distributed.info import get_world_size
+from fairlead_distributed.run.proof import ScriptProof
 from fairlead_launch.reports import lost_a_peer
 from fairlead_runs import Beat, Heartbeat, History, RunDirectory, fingerprint, origin, read_heartbeats
 from fairlead_runs.commit import Fence
@@ -30,6 +31,7 @@ class RunSession:
 
     Attributes:
         fence: What rank 0 checks before it changes the run; None on the others, and of a finished run.
+        proof: Of `fairlead launch --prove-resume`, which has started this script.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class RunSession:
         self.finished = handoff.finished
         self.previous = previous
         self.messages = messages
+        self.proof: ScriptProof | None = None
         self.phase = ""
         """Where this rank is, as in its heartbeat."""
+        self._step = 0
         self.fingerprint = fingerprint(job).digest
         self.job_digest = job_digest(job)
         self._limits = limits(job)
@@ -113,6 +117,13 @@ class RunSession:
             self.on_phase(phase)
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
+        self._step = step
+        if self.proof is not None:
+            self.proof.at(self.path, step)
+
+    def save_due(self) -> bool:
+        """Whether a proof wants a checkpoint after this step; the same on all ranks."""
+        return self.proof is not None and self.proof.save_due(self._step)
 
     def heartbeats(self) -> list[Beat]:
         """The last sign of life of each rank of this start, by rank."""
@@ -150,10 +161,12 @@ class RunSession:
         except RunDirectoryError as error:
             warnings.warn(f"the event {name!r} is not in the history: {error.block()}", stacklevel=2)
 
-    def begin(self, **fields: Any) -> None:
+    def begin(self, *, step: int, epoch: int) -> None:
         """Records that the training begins: what ends it from now on is a failure of the run."""
         self._begun = True
-        self.event("training", **fields)
+        self.event("training", step=step, epoch=epoch)
+        if self.proof is not None:
+            self.proof.at(self.path, step)
 
     def complete(self, *, step: int, epoch: int, reason: str = "") -> None:
         """Records that the limits of the job were reached, and which; raises where another start owns the run."""
@@ -161,6 +174,8 @@ class RunSession:
         self.event("finished", limits=self._limits, step=step, epoch=epoch, reason=reason)
         self.raise_if_replaced()
         self.beat("end", step)
+        if self.proof is not None:
+            self.proof.end()
 
     def raised(self, error: BaseException, step: int, *, stopped: bool) -> None:
         """Records what ended this start on this rank: a failure, or a person who stopped it.

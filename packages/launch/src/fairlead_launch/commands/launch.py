@@ -11,12 +11,22 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError
 from fairlead_launch.launcher import DistributedLauncher
 from fairlead_launch.node_commands import node_commands
+from fairlead_launch.prove.script import prove_script
 from fairlead_launch.settings import LaunchConfig
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead launch`; before the script ours, behind it the script's."""
     options(parser)
+    parser.add_argument(
+        "--prove-resume",
+        action="store_true",
+        help="train the first steps of the script twice in a separate folder, once with a kill and a resume, and "
+        "compare every bit; exits with 0 if equal, else with 1 and the first difference",
+    )
+    parser.add_argument(
+        "--prove-steps", metavar="STEPS", type=int, default=8, help="the optimizer steps of that (default 8)"
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("--anywhere", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", help="show the launcher's traceback on an error")
@@ -66,6 +76,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             for line in node_commands(config, [arguments.script, *arguments.words]):
                 session.print(line)
             return 0
+        if arguments.prove_resume:
+            return prove_script(config, (arguments.script, *arguments.words), session, arguments.prove_steps)
         launcher = DistributedLauncher(config, environ=session.environ, plugins=session.plugins, stderr=session.stderr)
         return launcher.run(arguments.script, *arguments.words)
     except FairleadError:

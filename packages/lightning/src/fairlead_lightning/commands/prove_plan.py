@@ -1,4 +1,4 @@
-"""What the ranks of a proof are told: where they save, where they are killed, where they leave notes."""
+"""The plan of a proof of a job, whose epochs may be cut so that what decides by a metric does so in it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final, Literal
 
-PLAN: Final = "FAIRLEAD_PROVE_RESUME"
-"""Set by `fairlead fit --prove-resume` for the processes that it starts."""
+from fairlead_launch.prove.plan import Plan
+
 EPOCHS: Final = "epochs.json"
 """The note of a start that found its steps too few for the decisions of its callbacks."""
 DECIDED: Final = "decided.json"
@@ -65,27 +64,18 @@ class Epochs:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Optimizer steps: how many are trained, which one is saved and resumed from, and where the ranks are killed.
+class DecidingPlan(Plan):
+    """A plan of which the epochs are known to be long enough, or are cut.
 
     Attributes:
         decides: Whether a start that is too short for the decisions of its callbacks says so, and ends.
         epoch: Batches to which epochs are cut; None: as they are.
     """
 
-    steps: int
-    checkpoint: int
-    kill: int
     decides: bool = True
     epoch: int | None = None
 
-    @classmethod
-    def of(cls, steps: int) -> Plan:
-        """Saves in the middle, and is killed in the middle of the rest."""
-        checkpoint = steps // 2
-        return cls(steps, checkpoint, checkpoint + max(1, (steps - checkpoint) // 2))
-
-    def deciding(self, epochs: Epochs) -> Plan:
+    def deciding(self, epochs: Epochs) -> DecidingPlan:
         """Epochs are cut so that one ends just before the checkpoint, and the next behind the kill.
 
         Where the model steps its optimizers by itself, epochs have one batch: its steps cannot be counted in advance.
@@ -93,7 +83,8 @@ class Plan:
         steps = max(_DECIDING, self.steps)
         checkpoint = steps // 2
         batches = (checkpoint - 1) * epochs.accumulate if epochs.accumulate is not None else 1
-        return Plan(steps, checkpoint, checkpoint + 1, decides=False, epoch=min(batches, epochs.batches or batches))
+        epoch = min(batches, epochs.batches or batches)
+        return DecidingPlan(steps, checkpoint, checkpoint + 1, decides=False, epoch=epoch)
 
     def reaches_decisions(self, epochs: Epochs) -> bool:
         """Whether what decides does so before the checkpoint and again behind the kill, and not in between."""
@@ -119,13 +110,6 @@ class Plan:
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
             sets["trainer.max_epochs"] = max(trainer.max_epochs, 100 * self.steps)
         return sets
-
-    def to_json(self, notes: Path, *, kill: bool, monitor: bool) -> str:
-        """For the environment of one start, whose ranks leave what they note in `notes`.
-
-        `monitor` says whether the job's checkpoints are rated by a metric.
-        """
-        return json.dumps({"notes": str(notes), "kill": kill, "monitor": monitor, "plan": asdict(self)})
 
 
 def finite(number: float | None) -> int | None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from fairlead.errors import RunFailedError
+from fairlead_distributed.run.memory import Owner, remembered
+from fairlead_distributed.user_objects import is_engines
+from fairlead_launch.prove.plan import END, RESTORED, note
 from fairlead_lightning import compat
-from fairlead_lightning.commands.prove_memory import remembered
-from fairlead_lightning.commands.prove_plan import DECIDED, EPOCHS, Epochs, Plan, finite
+from fairlead_lightning.commands.prove_plan import DECIDED, EPOCHS, DecidingPlan, Epochs, finite
+from fairlead_lightning.resume.kept import internal
 from fairlead_runs.commit import newest_complete
 
 
@@ -25,9 +28,8 @@ from fairlead_runs.commit import newest_complete
 class Probe(L.Callback):
     """Takes notes where the checkpoint is made and resumed from, and at the end; kills this rank in between."""
 
-    def __init__(self, plan: str, roots: tuple[Path, ...]) -> None:
-        told: dict[str, Any] = json.loads(plan)
-        self._plan = Plan(**told["plan"])
+    def __init__(self, told: Mapping[str, Any], roots: tuple[Path, ...]) -> None:
+        self._plan = DecidingPlan(**told["plan"])
         self._notes = Path(told["notes"])
         self._kill: bool = told["kill"]
         self._monitor: bool = told["monitor"]
@@ -60,7 +62,7 @@ class Probe(L.Callback):
         step = trainer.global_step
         if step == self._plan.checkpoint and not self._noted:
             self._noted = True
-            self._note(trainer, "restored")
+            self._note(trainer, RESTORED)
             self._decided["checkpoint"] = _decisions(trainer)
         if not self._kill or step < self._plan.kill:
             return
@@ -73,7 +75,7 @@ class Probe(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps are done."""
-        self._note(trainer, "end")
+        self._note(trainer, END)
         self._decided["end"] = _decisions(trainer)
         if trainer.is_global_zero:
             found = {
@@ -86,8 +88,22 @@ class Probe(L.Callback):
             (self._notes / DECIDED).write_text(json.dumps(found))
 
     def _note(self, trainer: L.Trainer, when: str) -> None:
-        path = self._notes / f"{when}-{trainer.global_rank:05d}.json"
-        path.write_text(json.dumps(remembered(trainer, self._roots), indent=0))
+        found = remembered(owners_of_fit(trainer), self._roots)
+        note(self._notes, when, trainer.global_rank).write_text(json.dumps(found, indent=0))
+
+
+def owners_of_fit(trainer: L.Trainer) -> list[Owner]:
+    """The user's model, callbacks and data module, with what they keep outside of parameters and buffers."""
+    model = trainer.lightning_module
+    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
+    data: Any = getattr(trainer, "datamodule", None)
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    held: list[tuple[str, Any, str]] = [
+        *((path, module, f"model {type(model).__name__}") for path, module in modules),
+        *(("", callback, f"callback {type(callback).__name__}") for callback in callbacks),
+        *([("", data, f"data {type(data).__name__}")] if data is not None else []),
+    ]
+    return [Owner(one, name, prefix, internal(one), shown=not is_engines(type(one))) for prefix, one, name in held]
 
 
 def _decisions(trainer: L.Trainer) -> dict[str, str]:

@@ -23,9 +23,9 @@ from fairlead_distributed.run.failure_watch import SpokenForError
 from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.run.opening import file_to_evaluate
+from fairlead_launch.prove.plan import told
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, said_after_rank_0, send_report, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
-from fairlead_lightning.commands.prove_plan import PLAN
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.lifecycle.failures import described_failure
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
@@ -116,11 +116,11 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
 
 def _probes(environ: Mapping[str, str], root: CodeRoot, rank: int) -> list[L.Callback]:
     """What a start of `fairlead fit --prove-resume` or `fairlead verify` takes notes with; of no use to any other."""
-    plan, verifying = environ.get(PLAN), Plan.of(environ)
-    if plan is not None:
+    proving, verifying = told(environ), Plan.of(environ)
+    if proving is not None:
         from fairlead_lightning.commands.prove_probe import Probe
 
-        return [Probe(plan, root.folders)]
+        return [Probe(proving, root.folders)]
     if verifying is not None:
         from fairlead_lightning.verify.probe import LayoutProbe
         from fairlead_lightning.verify.standing import write_where_it_stands

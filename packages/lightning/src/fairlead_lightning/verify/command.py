@@ -15,7 +15,8 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
 from fairlead.resolution import Resolution
-from fairlead_lightning.trials import fit_words, require_own_start, run_fairlead, trial_folder
+from fairlead_launch.trials import run_fairlead, trial_folder
+from fairlead_lightning.trials import fit_words, require_own_start
 from fairlead_lightning.verify.layout import Layout, layouts_of
 from fairlead_lightning.verify.plan import PLAN, REPORT, Plan
 from fairlead_lightning.verify.standing import ENDED_AFTER, SAID_AFTER, standing

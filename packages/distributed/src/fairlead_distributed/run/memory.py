@@ -9,59 +9,67 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any, Final
 
-import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import nn
 
 from fairlead_distributed.user_objects import is_engines
-from fairlead_lightning.resume.kept import internal
 
 _DEPTH: Final = 6
 _ITEMS: Final = 256
 _LONG: Final = 40
 _HASHED: Final = 1 << 28
 _VALUES: Final = 20_000
+_OTHERS: Final = ("transformers", "accelerate", "datasets", "tqdm")
+"""Libraries beside torch and Lightning whose objects keep nothing of the user's own."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), PurePath, torch.dtype, torch.device, np.generic)
 
 
-def remembered(trainer: L.Trainer, roots: tuple[Path, ...]) -> dict[str, str]:
-    """Each value that a user's model, data, callbacks and modules keep outside of parameters and buffers, by its name.
+@dataclass(frozen=True)
+class Owner:
+    """Who keeps values in attributes; `name` as in `callback Ema`, `prefix` is its path in the model.
 
-    Values are shown where they are short, else by a digest; those that nobody can look into are left out.  Variables of
+    `known` are the attributes that are no state of the user's; without `shown` none is read, here or elsewhere.
+    """
+
+    value: Any
+    name: str
+    prefix: str = ""
+    known: frozenset[str] = frozenset()
+    shown: bool = True
+
+
+def remembered(owners: Sequence[Owner], roots: Sequence[Path]) -> dict[str, str]:
+    """Each value that the user's objects and modules keep, by its name.
+
+    Values are shown where they are short, else by a digest; those that nobody can look into are left out. Variables of
     modules and classes count that are in `roots`, the folders of the user's code.
     """
-    model = trainer.lightning_module
-    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
-    data: Any = getattr(trainer, "datamodule", None)
-    reader = _Reader([*model.modules(), *callbacks, data])
+    reader = _Reader([owner.value for owner in owners])
     found: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if not is_engines(type(module)):
-            own = {name: value for name, value in vars(module).items() if name not in internal(module)}
-            found.update(reader.named(own, f"{path}." if path else "", f"model {type(model).__name__}"))
-    for callback in callbacks:
-        if not is_engines(type(callback)):
-            found.update(reader.named(vars(callback), "", f"callback {type(callback).__name__}"))
-    if data is not None and not is_engines(type(data)):
-        own = {name: value for name, value in vars(data).items() if name not in internal(data)}
-        found.update(reader.named(own, "", f"data {type(data).__name__}"))
+    for owner in owners:
+        if owner.shown:
+            own = {name: value for name, value in vars(owner.value).items() if name not in owner.known}
+            found.update(reader.named(own, owner.prefix, owner.name))
     for module in _modules(roots):
         found.update(reader.named(_variables(module), "", f"module {module.__name__}"))
     return found
 
 
-def _modules(roots: tuple[Path, ...]) -> list[ModuleType]:
+def _modules(roots: Sequence[Path]) -> list[ModuleType]:
     found = []
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        inside = isinstance(file, str) and any(Path(file).is_relative_to(root) for root in roots)
-        if inside and "site-packages" not in str(file) and not module.__name__.startswith(("fairlead.", "fairlead_")):
+        if not isinstance(file, str) or "site-packages" in file or name.startswith(("fairlead.", "fairlead_")):
+            continue
+        path = Path(file).absolute() if name == "__main__" else Path(file)  # torch has modules of relative files
+        if any(path.is_relative_to(root) for root in roots):
             found.append(module)
     return sorted(found, key=lambda module: module.__name__)
 
@@ -85,11 +93,17 @@ def _is_data(value: Any) -> bool:
     return not isinstance(value, kinds) and not inspect.isroutine(value)
 
 
+def is_a_librarys(kind: type) -> bool:
+    """Whether a class is that of a library, whose objects keep nothing of the user's own."""
+    return is_engines(kind) or kind.__module__.partition(".")[0] in _OTHERS
+
+
 class _Reader:
     """Reads objects, each of them once; `owners` are read under their own names, wherever else they are held."""
 
     def __init__(self, owners: list[Any]) -> None:
         self._seen = {id(owner): owner for owner in owners}  # the objects too: an id may be given again
+        self._owned = frozenset(self._seen)
         self._left = _VALUES
 
     def named(self, values: Mapping[str, Any], prefix: str, owner: str) -> Iterator[tuple[str, str]]:
@@ -129,10 +143,12 @@ class _Reader:
         elif isinstance(value, (set, frozenset)):
             plain = sorted(repr(item) for item in value if isinstance(item, _PLAIN))
             yield "", _digest(f"a set of {len(value)} items", repr(plain).encode())
-        elif isinstance(value, nn.Module):  # one that is no part of the model: an average of its weights
+        elif isinstance(value, nn.Module):
+            if any(id(part) in self._owned for part in value.modules()):
+                return  # a wrapper around the model, whose weights are in the checkpoint
             for name, item in value.state_dict().items():
                 yield f".{name}", item
-        elif hasattr(value, "__dict__") and _is_data(value) and not is_engines(type(value)):
+        elif hasattr(value, "__dict__") and _is_data(value) and not is_a_librarys(type(value)):
             for name, item in list(vars(value).items()):
                 yield f".{name}", item
 

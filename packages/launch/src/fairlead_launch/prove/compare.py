@@ -11,23 +11,28 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from fairlead.cli import main
 from fairlead.cli.session import Session
 from fairlead.errors import RunFailedError
+from fairlead_launch.prove.plan import END, RESTORED
 from fairlead_runs.commit import best_or_newest, newest_complete
 
-_OWNER = re.compile(r" of the (callback|model|data|module) ")
+_ORDER: Final = ("state_dict.", "optimizer_states.", "lr_schedulers.")
+_BESIDE: Final = ("callbacks.", "loops.", "fairlead", "rank-")
+"""What a checkpoint holds beside the training itself: of callbacks, of the run, of each rank."""
+_OWNER: Final = re.compile(r" of the (callback|model|data|module) ")
 
 
 @dataclass(frozen=True)
 class Unequal:
     """One thing that is not the same in two runs: `train/loss`, `shadow['layer.weight'] of the callback Ema`."""
 
-    kind: Literal["metric", "checkpoint", "memory"]
+    kind: Literal["metric", "tensor", "checkpoint", "memory"]
     name: str
     how: str
+    in_both: bool = True
 
     def __str__(self) -> str:
         return f"{self.name}: {self.how}"
@@ -45,29 +50,37 @@ class Unequal:
 
 
 @dataclass(frozen=True)
-class Run:
+class Trained:
     """What a run of a proof left: its run directory, and what its ranks noted."""
 
     path: Path
     notes: Path
 
-    def not_restored(self, resumed: Run) -> list[Unequal]:
-        """What the user's code kept at the checkpoint, and what a resumed run begins with in its place."""
-        found = list(_memory(self, resumed, "restored"))
+    @property
+    def ranks(self) -> int:
+        """How many have left notes."""
+        return len(list(self.notes.glob(f"{END}-*.json")))
+
+    def not_restored(self, resumed: Trained) -> list[Unequal]:
+        """What the user's code kept at the checkpoint, and what a resumed run begins with in its place.
+
+        A variable of a module that only one of them has is no state: the loop sets it, as `for batch in loader` does.
+        """
+        found = [one for one in _memory(self, resumed, RESTORED) if one.in_both or one.owner != "module"]
         return [one for one in found if not any(one.is_part_of(other) for other in found)]
 
 
-def differences(reference: Run, other: Run, session: Session) -> list[Unequal]:
+def differences(reference: Trained, other: Trained, session: Session) -> list[Unequal]:
     """How a run differs from the undisturbed one, in the order in which it shows."""
-    return [*_metrics(reference, other), *_checkpoint(reference, other, session), *_memory(reference, other, "end")]
+    return [*_metrics(reference, other), *_checkpoint(reference, other, session), *_memory(reference, other, END)]
 
 
 def trained_otherwise(found: list[Unequal]) -> bool:
-    """Whether the training itself was another one: weights or optimizers differ."""
-    return any(one.kind == "checkpoint" and one.name.startswith(("state_dict", "optimizer_states")) for one in found)
+    """Whether the training itself was another one: tensors differ that are neither of a rank nor of a callback."""
+    return any(one.kind == "tensor" and not one.name.startswith(_BESIDE) for one in found)
 
 
-def _metrics(reference: Run, other: Run) -> Iterator[Unequal]:
+def _metrics(reference: Trained, other: Trained) -> Iterator[Unequal]:
     """The first step at which each column differs, in the order of the steps."""
     rows = [_rows(run.path / "metrics.csv") for run in (reference, other)]
     said = set()
@@ -87,7 +100,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _checkpoint(reference: Run, other: Run, session: Session) -> Iterator[Unequal]:
+def _checkpoint(reference: Trained, other: Trained, session: Session) -> Iterator[Unequal]:
     """What `fairlead checkpoint diff` finds in the last checkpoints; weights first."""
     newest = [newest_complete(run.path / "checkpoints").checkpoint for run in (reference, other)]
     if newest[0] is None or newest[1] is None or newest[0].step != newest[1].step:
@@ -103,13 +116,18 @@ def _checkpoint(reference: Run, other: Run, session: Session) -> Iterator[Unequa
         found: list[dict[str, Any]] = json.loads(out.getvalue())["differences"]
     except (ValueError, KeyError):
         raise RunFailedError("the checkpoints cannot be compared", why=err.getvalue().strip() or None) from None
-    order = ("state_dict.", "optimizer_states.", "lr_schedulers.", "callbacks.")
-    rank = {id(one): next((i for i, p in enumerate(order) if one["name"].startswith(p)), len(order)) for one in found}
-    for one in sorted(found, key=lambda one: rank[id(one)]):
-        yield Unequal("checkpoint", one["name"], _how(one))
+    for one in sorted(found, key=_shows):
+        yield Unequal("tensor" if one["kind"] == "values" else "checkpoint", one["name"], _how(one))
     chosen = [f"{found.path.name}, {why}" for found, why in map(best_or_newest, (p.parent for p in places))]
     if chosen[0] != chosen[1]:
         yield Unequal("checkpoint", "the checkpoint that an evaluation takes", f"{chosen[0]} became {chosen[1]}")
+
+
+def _shows(one: dict[str, Any]) -> int:
+    """Its place among what differs: weights first, then what was registered, last what a run notes of itself."""
+    if one["name"].startswith(_BESIDE):
+        return len(_ORDER) + 1
+    return next((place for place, start in enumerate(_ORDER) if one["name"].startswith(start)), len(_ORDER))
 
 
 def _how(one: dict[str, Any]) -> str:
@@ -118,7 +136,7 @@ def _how(one: dict[str, Any]) -> str:
     return f"{one.get('a', 'nothing')} became {one.get('b', 'nothing')}"
 
 
-def _memory(reference: Run, other: Run, when: str) -> Iterator[Unequal]:
+def _memory(reference: Trained, other: Trained, when: str) -> Iterator[Unequal]:
     """What the user's code keeps, by rank: a rank that says the same as one before it is passed over."""
     said = set()
     for path in sorted(reference.notes.glob(f"{when}-*.json")):
@@ -127,4 +145,5 @@ def _memory(reference: Run, other: Run, when: str) -> Iterator[Unequal]:
         for name in dict.fromkeys([*one, *two]):
             if name not in said and one.get(name) != two.get(name):
                 said.add(name)
-                yield Unequal("memory", name, f"{one.get(name, 'nothing')} became {two.get(name, 'nothing')}")
+                how = f"{one.get(name, 'nothing')} became {two.get(name, 'nothing')}"
+                yield Unequal("memory", name, how, in_both=name in one and name in two)

@@ -1,0 +1,106 @@
+"""In a rank of `fairlead launch --prove-resume`: saves and ends at the steps of the plan, and notes what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+
+from fairlead.config import RunConfig, TrainerConfig
+from fairlead.plugins import PluginManager
+from fairlead_distributed.info import get_rank, get_world_size
+from fairlead_distributed.run.memory import Owner, remembered
+from fairlead_distributed.user_objects import is_engines
+from fairlead_launch.prove.plan import END, RESTORED, Plan, note, told
+from fairlead_runs.commit import newest_complete
+
+_OTHERS_S: Final = 60.0
+"""How long rank 0, which may host the store of all, waits for the notes of the others."""
+_OF_TORCH: Final = frozenset({*vars(nn.Module()), "training"})
+
+
+class ScriptProof:
+    """What this start of a script is to do for a proof, which its run calls at each heartbeat."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self._notes = Path(found["notes"])
+        self._kills: bool = found["kill"]
+        self._plan = Plan(**found["plan"])
+        self._runs: str = found["runs"]
+        self._again: bool = found["again"]
+        self._to_save = {self._plan.checkpoint, self._plan.steps}
+        self._owners: Callable[[], Sequence[Owner]] = list
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> ScriptProof | None:
+        """The proof that has started this process; None: there is none, or it is one of a job."""
+        found = told(environ)
+        return cls(found) if found is not None and "runs" in found else None
+
+    def redirected(self, run: RunConfig) -> RunConfig:
+        """The run in the folder of the proof; its own directory is left alone."""
+        resume = {"resume": "auto"} if self._again else {}
+        return run.model_copy(update={"dir": self._runs, "wait": False, **resume})
+
+    def without_requeue(self, config: TrainerConfig, plugins: PluginManager) -> TrainerConfig:
+        """The settings with which a signal stops the proof and requeues nothing."""
+        none = TrainerConfig.model_validate({"requeue": "none"}, context={"plugins": plugins}).requeue
+        return config.model_copy(update={"requeue": none})
+
+    def watch(self, owners: Callable[[], Sequence[Owner]]) -> None:
+        """Who keeps values beside the script's own modules; asked whenever they are noted."""
+        self._owners = owners
+
+    def save_due(self, step: int) -> bool:
+        """Whether all ranks are to save after this step; once."""
+        due = step in self._to_save
+        self._to_save.discard(step)
+        return due
+
+    def at(self, run: Path, step: int) -> None:
+        """This rank is at a step: takes notes, and ends it where that is planned."""
+        plan = self._plan
+        if step < plan.checkpoint:
+            return
+        newest = newest_complete(run / "checkpoints").checkpoint
+        saved = newest.step if newest is not None else 0
+        if step == plan.checkpoint:  # each time: what belongs to this step, or a script restores, may come late
+            self._note(RESTORED)
+        if self._kills and step >= plan.kill and saved >= plan.checkpoint:
+            (self._notes / f"killed-{get_rank():05d}").write_text(str(step))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step > plan.steps or (saved >= plan.steps and not self._kills):
+            self.end()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # not a line more of the script: what it does after its training is none of the proof's
+
+    def end(self) -> None:
+        """The training is over, also where the script has come to its own end."""
+        self._note(END)
+        until = time.monotonic() + _OTHERS_S
+        while get_rank() == 0 and time.monotonic() < until:
+            if all(note(self._notes, END, rank).exists() for rank in range(get_world_size())):
+                return
+            time.sleep(0.01)
+
+    def _note(self, name: str) -> None:
+        script = Path(sys.argv[0]).absolute().parent
+        found = remembered(self._owners(), [script, Path.cwd()])
+        note(self._notes, name, get_rank()).write_text(json.dumps(found, indent=0))
+
+
+def owners_of(modules: Mapping[str, nn.Module]) -> list[Owner]:
+    """The parts of modules that are of the user's own classes."""
+    return [
+        Owner(part, f"model {name}", f"{path}." if path else "", _OF_TORCH, shown=not is_engines(type(part)))
+        for name, module in modules.items()
+        for path, part in module.named_modules()
+    ]
