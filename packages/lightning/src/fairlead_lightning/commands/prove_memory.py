@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fairlead_distributed.user_objects import is_engines
-from fairlead_lightning.resume.kept import internal
+from fairlead_lightning.resume.users import internal
 
 _DEPTH: Final = 6
 _ITEMS: Final = 256
