@@ -49,7 +49,11 @@ class Nodes:
         hosts = [f"127.0.0.{number + 1}" for number in range(self.count)]  # all of them are this machine
         main = more.pop("main", hosts[0])
         place = Place(node, self.count, hosts[node], main, [self.port], "test", hosts)
-        given = {"requested": Requested(folder=str(self.folder / "run")), "folder": self.folder / "run/screens/1", **more}
+        given = {
+            "requested": Requested(folder=str(self.folder / "run")),
+            "folder": self.folder / "run/screens/1",
+            **more,
+        }
         return Screen(place, decide=self.decide, show=self.seen.append, **{"environ": os.environ, **given})
 
     def decide(self, verdict: Verdict, hosts: Mapping[int, str]) -> Outcome:

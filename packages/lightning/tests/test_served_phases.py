@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_job import events
 
-from fairlead_runs.unserved import longest_wait, said_wait
+from fairlead_runs.unserved import longest_wait, wait_line
 
 pytestmark = pytest.mark.full
 
@@ -133,5 +133,5 @@ def test_the_longest_wait_is_in_the_history_and_said(ended: tuple[Path, Any]) ->
     assert wait is not None
     assert wait["phase"] == "validate"
     assert 6 <= wait["seconds"] < 16
-    (line,) = said_wait(wait)
+    (line,) = wait_line(wait)
     assert line == f"longest time in which a signal would have waited: {wait['seconds']:.0f} s, in validation"

@@ -12,6 +12,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from test_exact_resume import BATCH, Net, Noisy, Quiet, assert_equal, at, exactness, run, shuffled
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -123,27 +124,53 @@ class LookingAhead(Net):
         return Lookahead(torch.optim.AdamW(self.parameters(), lr=0.02))
 
 
+class Damped(torch.optim.SGD):
+    """Keeps in an attribute what it has seen of its gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.02)
+        self.norms: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        weights = self.param_groups[0]["params"]
+        self.norms.append(sum(float(one.grad.norm()) for one in weights if one.grad is not None))
+        for one in weights:
+            one.data.mul_(1 - 0.01 * float(np.mean(self.norms)))
+        super().step()
+        return loss
+
+
+class Damping(Net):
+    def configure_optimizers(self) -> Any:
+        return Damped(self.parameters())
+
+
 class Meter:
-    """As small libraries have it: with slots."""
-
-    __slots__ = ("count", "total")
-
     def __init__(self) -> None:
         self.total, self.count = 0.0, 0
 
 
-class Made(Net):
-    """Makes an object in its first step."""
+class Metered(Net):
+    """Has an object of its own that counts."""
 
     def __init__(self, kill: Any) -> None:
         super().__init__(kill)
-        self.meter: Meter | None = None
+        self.meter: Meter | None = Meter()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.meter = self.meter or Meter()
         self.meter.total, self.meter.count = self.meter.total + loss.item(), self.meter.count + 1
         return loss / (0.5 + self.meter.total / self.meter.count)
+
+
+class Made(Metered):
+    """Makes that object in its first step."""
+
+    def __init__(self, kill: Any) -> None:
+        super().__init__(kill)
+        self.meter = None
 
 
 class Growing(Net):
@@ -191,8 +218,8 @@ MODELS = (
     GradientNorms,
     Zeroing,
     TwoOptimizers,
-    LookingAhead,
-    Made,
+    Damping,
+    Metered,
     Growing,
     Unfreezing,
     Pruned,
@@ -211,20 +238,19 @@ def test_a_clip_value_that_a_callback_sets(tmp_path: Path) -> None:
     assert exactness(tmp_path / "killed")["reasons"] == []
 
 
-class Jitter(nn.Module):
-    """A transform, written as a module: its state_dict is empty."""
+class Jitter:
+    """A transform with a generator of its own, and a count."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.random, self.calls = np.random.default_rng(3), 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x + float(self.random.normal()) + 0.01 * self.calls
 
 
 class Transformed(Quiet):
-    def __init__(self, transform: Callable[[Tensor], Tensor], count: int = 13) -> None:
+    def __init__(self, transform: Callable[[Tensor], Tensor], count: int = 26) -> None:
         super().__init__(count)
         self.transform = transform
 
@@ -232,46 +258,57 @@ class Transformed(Quiet):
         return self.transform(self.x[index]), self.y[index]
 
 
+class Mixing(Jitter):
+    """A `collate_fn` that is an object."""
+
+    def __call__(self, samples: Any) -> Any:
+        x, y = default_collate(samples)
+        return super().__call__(x), y
+
+
+def transformed() -> Any:
+    return DataLoader(Transformed(Jitter()), BATCH, shuffle=True)
+
+
+def mixed() -> Any:
+    return DataLoader(Noisy(), BATCH, shuffle=True, collate_fn=Mixing())
+
+
+@pytest.mark.parametrize("loaders", [transformed, mixed])
+def test_what_transforms_keep_is_there_again(tmp_path: Path, loaders: Callable[[], Any]) -> None:
+    assert_equal(tmp_path, loaders, at("train", 4), at("train", 9))
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
 def jittered(x: Tensor, jitter: Jitter) -> Tensor:
-    return jitter(x)  # type: ignore[no-any-return]
-
-
-def mixed(samples: list[Any], mix: Jitter) -> Any:
-    x, y = default_collate(samples)
-    return mix(x), y
+    return jitter(x)
 
 
 def in_parts() -> Any:
-    return ConcatDataset([Transformed(Jitter()), Transformed(nn.Sequential(Jitter(), nn.Identity()))])
+    return ConcatDataset([Transformed(Jitter(), 13), Transformed(Jitter(), 13)])
 
 
 def by_partial() -> Any:
-    return Transformed(partial(jittered, jitter=Jitter()), 26)
+    return Transformed(partial(jittered, jitter=Jitter()))
 
 
 def by_closure() -> Any:
-    jitter, count = Jitter(), 0
+    count = 0
 
     def transform(x: Tensor) -> Tensor:
         nonlocal count
         count += 1
-        return jitter(x) + 0.01 * count  # type: ignore[no-any-return]
+        return x + 0.01 * count
 
-    return Transformed(transform, 26)
+    return Transformed(transform)
 
 
 @pytest.mark.parametrize("dataset", [in_parts, by_partial, by_closure])
-def test_what_transforms_keep_is_there_again(tmp_path: Path, dataset: Callable[[], Any]) -> None:
-    assert_equal(tmp_path, lambda: DataLoader(dataset(), BATCH, shuffle=True), at("train", 4), at("train", 9))
-    assert exactness(tmp_path / "killed")["reasons"] == []
-
-
-def test_what_a_collate_fn_is_bound_to_is_there_again(tmp_path: Path) -> None:
-    def loaders() -> Any:
-        return DataLoader(Noisy(), BATCH, shuffle=True, collate_fn=partial(mixed, mix=Jitter()))
-
-    assert_equal(tmp_path, loaders, at("train", 9))
-    assert exactness(tmp_path / "killed")["reasons"] == []
+def test_what_lies_deeper_is_named(tmp_path: Path, dataset: Callable[[], Any]) -> None:
+    run(tmp_path, lambda: DataLoader(dataset(), BATCH, shuffle=True), max_epochs=1)
+    (reason,) = exactness(tmp_path)["reasons"]
+    assert reason["what"].startswith("loader 0 dataset.")
+    assert not reason["certain"]
 
 
 class Validated(L.LightningDataModule):
@@ -282,7 +319,20 @@ class Validated(L.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         samples = torch.randperm(26)[:8].tolist()
-        return DataLoader(torch.utils.data.Subset(Transformed(Jitter(), 26), samples), BATCH)
+        return DataLoader(Blurred(samples), BATCH)
+
+
+class Blurred(Quiet):
+    def __init__(self, samples: list[int]) -> None:
+        super().__init__()
+        self.samples, self.random = samples, np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(self.samples[index])
+        return x + float(self.random.normal()), y
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -336,6 +386,31 @@ class LateAverage(L.Callback):
         self.average = self.average or copy.deepcopy(pl_module.net)
 
 
+class Progress(TQDMProgressBar):
+    """One of Lightning's, which keeps a count of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self._bar = 0, object()
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.steps += 1
+
+
+def test_a_callback_derived_from_lightnings_keeps_its_own_attributes(tmp_path: Path) -> None:
+    made: list[Progress] = []
+
+    def callbacks() -> list[L.Callback]:
+        made.append(Progress())
+        return [made[-1]]
+
+    run(tmp_path, shuffled, callbacks=callbacks, max_epochs=1, enable_progress_bar=True)
+    assert exactness(tmp_path)["reasons"] == []
+    run(tmp_path, shuffled, callbacks=callbacks, max_epochs=2, enable_progress_bar=True)
+    assert [one.steps for one in made] == [7, 14]
+
+
 def test_what_cannot_be_there_again_is_named(tmp_path: Path) -> None:
     def named(net: type[Net], *callbacks: L.Callback) -> str:
         root = tmp_path / f"{net.__name__}{len(callbacks)}"
@@ -346,3 +421,5 @@ def test_what_cannot_be_there_again_is_named(tmp_path: Path) -> None:
     assert "CrossEntropyLoss became MultiMarginLoss" in named(AnotherLoss)
     assert "model.criterion" in named(AnotherFunction)
     assert "make it in __init__" in named(Net, LateAverage())
+    assert "make it in __init__" in named(Made)
+    assert "the optimizer Lookahead" in named(LookingAhead)

@@ -1,49 +1,50 @@
-"""What objects keep in their attributes: as plain data where it has changed, and put back into the same objects."""
+"""What objects keep in attributes: plain data that have changed are saved and put back, anything else is named."""
 
 from __future__ import annotations
 
 import copy
 import enum
-import functools
 import inspect
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MemberDescriptorType, ModuleType
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fairlead_distributed.marks import is_same, mark_of
-from fairlead_distributed.plain_data import GENERATORS, put_back, to_plain
-from fairlead_distributed.user_objects import (
-    ATOMS,
-    OF_A_MODULE,
-    has_state,
-    is_frozen,
-    is_list,
-    is_users_class,
-    own_values,
-)
+from fairlead_distributed.object_fingerprint import fingerprint
+from fairlead_distributed.plain_data import ATOMS, GENERATORS, from_plain, put_back, record_of, to_plain
+from fairlead_distributed.user_objects import OF_A_MODULE, is_engines, is_stateful, is_users_class
 
 MOST_BYTES: Final = 1 << 30
 """What is kept of one attribute; a larger one is named among `Attributes.left`."""
-_DEPTH: Final = 8  # objects in objects: an environment of Gymnasium lies in four wrappers
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
-_DATA: Final = (Tensor, np.ndarray, np.generic, *_CONTAINERS, enum.Enum, *ATOMS, *GENERATORS)
-_HOLDING: Final = (functools.partial, Dataset, Sampler)  # of Python and torch, and all that they do is to hold others
+_DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, *_CONTAINERS, *ATOMS, *GENERATORS)
+_KEPT_ELSEWHERE: Final = (type, ModuleType, DataLoader, Sampler)
 
 Path = tuple[str, ...]
+
+
+@dataclass
+class _Holder:
+    value: object
+    without: frozenset[str]
+    only: frozenset[str] | None
+    marks: dict[Path, Any] = field(default_factory=dict)
+    marked: list[object] = field(default_factory=list)  # the objects: an id may be given again
+    kinds: dict[Path, tuple[type, Any]] = field(default_factory=dict)  # of objects that take back what is theirs
+    moved: set[Path] = field(default_factory=set)  # what was another value once: it may be the first one again
 
 
 class Attributes:
     """The attributes of objects, watched from a beginning: numbers, texts, containers, tensors, arrays, generators.
 
-    Objects of a user's classes that an attribute holds are gone into, as are what functions have enclosed and what
-    their classes hold; one with a `state_dict` is kept by that. A class says otherwise by naming what is to be kept:
-    `resume_attributes = ("seen",)`, or `()` for nothing.
+    An object with a `state_dict` that an attribute holds is kept by that. An object of a class of the user's, a meter
+    or a buffer, is gone into: its own attributes are kept as well, and no others below. A class says otherwise by
+    naming what is to be kept: `resume_attributes = ("seen",)`, or `()` for nothing.
 
     Attributes:
         left: What has changed and cannot be kept, by its place, with the reason.
@@ -53,13 +54,12 @@ class Attributes:
     def __init__(self) -> None:
         self.left: dict[str, str] = {}
         self.replaced: set[str] = set()
-        self._holders: dict[str, tuple[object, frozenset[str], frozenset[str] | None]] = {}
-        self._marks: dict[str, dict[Path, Any]] = {}
-        self._moved: dict[str, set[Path]] = {}  # what was another value once: it may be the first one again
-        self._kinds: dict[tuple[str, Path], type] = {}  # of the objects that were gone into
-        self._stateful: dict[tuple[str, Path], int] | None = None
+        self._holders: dict[str, _Holder] = {}
+        self._begun = False
         self._elsewhere: dict[int, object] = {}  # the objects too: an id may be given again
-        self._saved: dict[str, dict[Path, Any]] = {}
+        self._watched: dict[int, object] = {}
+        self._not_looked_into: dict[int, object] = {}
+        self._saved: dict[str, Any] = {}
 
     @property
     def watched(self) -> bool:
@@ -67,69 +67,76 @@ class Attributes:
         return bool(self._holders)
 
     def elsewhere(self, *objects: object) -> None:
-        """Objects that are kept in another way, or not at all, wherever an attribute holds them."""
+        """Before any is watched: objects that are kept in another way, or not at all, whoever holds them."""
         self._elsewhere.update((id(one), one) for one in objects)
+        self._not_looked_into = self._elsewhere
 
     def watch(
-        self, name: str, holder: object, without: frozenset[str] = frozenset(), only: frozenset[str] | None = None
+        self,
+        name: str,
+        holder: object,
+        without: frozenset[str] = frozenset(),
+        only: frozenset[str] | None = None,
+        *,
+        always: bool = False,
     ) -> None:
         """Begins to watch an object, and puts back what `restore` has for it.
 
         One that is watched under this name already stays so, from its beginning; another one takes its place.
-        `without` are names that are not kept; `only` those that are.
+        `without` are names that are not kept; `only` those that are. `always`: what it holds is saved whether it
+        changes or not, since another start makes it of what it has loaded.
         """
-        watched = self._holders.get(name)
-        self.elsewhere(holder)
-        if watched is None or watched[0] is not holder:
-            self.replaced |= {name} if watched is not None else set()
-            self._holders[name], self._moved[name] = (holder, without, only), set()
-            self._kinds = {place: kind for place, kind in self._kinds.items() if place[0] != name}
-            kinds: dict[Path, type] = {}
-            leaves = self._leaves(name, kinds, beginning=True)
-            self._marks[name] = {path: mark_of(value, self._elsewhere) for path, value in leaves}
-            self._kinds |= {(name, path): kind for path, kind in kinds.items()}
-            if not isinstance(holder, type):
-                self._watch_classes({type(holder), *kinds.values()})
+        known = self._holders.get(name)
+        self._watched[id(holder)] = holder
+        # One that was made to hold an object is as good as another for the same object.
+        if known is None or not (known.value is holder or (type(holder) is SimpleNamespace and known.value == holder)):
+            self.replaced |= {name} if known is not None else set()
+            found = self._holders[name] = _Holder(holder, without, only)
+            for path, value in self._leaves(found, beginning=True):
+                if not always:
+                    found.marks[path] = self._mark(value)
+                    found.marked.append(value)
+            self._watch_classes({type(holder), *(kind for kind, _ in found.kinds.values())} - {type})
         if name in self._saved:
-            self._put_back(name, self._saved.pop(name))
-
-    def always(self, name: str) -> None:
-        """The data that a watched object holds are saved whether they change or not: a start may make others."""
-        self._moved[name].update(path for path, value in self._leaves(name, {}) if isinstance(value, _DATA))
+            self._put_back(self._holders[name], name, self._saved.pop(name))
 
     def _watch_classes(self, kinds: set[type]) -> None:
-        """What classes of the user hold for all of their objects."""
-        for kind in sorted({base for one in kinds for base in one.__mro__}, key=lambda kind: kind.__qualname__):
-            if is_users_class(kind) and not _is_installed(kind) and id(kind) not in self._elsewhere:
+        for kind in {base for one in kinds for base in one.__mro__}:
+            if is_users_class(kind):
                 self.watch(f"class {kind.__module__}.{kind.__qualname__}", kind)
 
     def begun(self) -> None:
-        """The training begins: an object with a state that is made from now on finds none to take it in a resume."""
-        self._stateful = {}
-        for name in self._holders:
-            kinds: dict[Path, type] = {}
-            for path, value in self._leaves(name, kinds, beginning=True):
-                self._stateful[name, path] = _with_state(value)
-            self._kinds |= {(name, path): kind for path, kind in kinds.items()}
+        """The training begins: an object that is made from now on finds none to take its state in a resume.
+
+        What is watched by now, the loaders' data sets too, is kept under its own name, whoever else holds it.
+        """
+        self._begun = True
+        same = {
+            name: [path for path, value in self._leaves(holder, beginning=True) if not self._moved(holder, path, value)]
+            for name, holder in self._holders.items()
+        }
+        self._not_looked_into = {**self._elsewhere, **self._watched}
+        for name, holder in self._holders.items():
+            values = dict(self._leaves(holder, beginning=True))
+            holder.marks = {path: self._mark(values[path]) for path in same[name]}
 
     def state(self) -> dict[str, Any]:
         """What has changed since it is watched, by holder and path: plain data and tensors, not copied."""
         found: dict[str, Any] = {}
-        for name in list(self._holders):
-            changed, kinds = [], dict[Path, type]()
-            marks, moved = self._marks[name], self._moved[name]
-            for path, value in self._leaves(name, kinds):
-                if path in marks and path not in moved and is_same(marks[path], value, self._elsewhere):
+        for name, holder in self._holders.items():
+            changed = []
+            for path, value in self._leaves(holder):
+                if not self._moved(holder, path, value):
                     continue
-                moved.add(path)
+                place = ".".join((name, *path))
                 try:
-                    if self._stateful is not None and _with_state(value) > self._stateful.get((name, path), 0):
-                        raise TypeError(_MADE)
-                    changed.append((path, _kept(value)))
+                    changed.append((path, self._kept(holder, path, value)))
+                    if path in holder.kinds and self._kind(value) != holder.kinds[path]:
+                        self.left[place] = "attributes in it have changed, which are not in its state_dict"
                 except TypeError as error:
-                    self.left[".".join((name, *path))] = str(error)
+                    self.left[place] = str(error)
                 except Exception as error:  # of the user's `state_dict`
-                    self.left[".".join((name, *path))] = f"it gives no state: {type(error).__name__}: {error}"
+                    self.left[place] = f"it gives no state: {type(error).__name__}: {error}"
             if changed:
                 found[name] = changed
         return found
@@ -137,149 +144,135 @@ class Attributes:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state` gave; what is of an object that is not watched yet, when it is."""
         for name, changed in state.items():
-            values = {tuple(path): value for path, value in changed}
             if name in self._holders:
-                self._put_back(name, values)
+                self._put_back(self._holders[name], name, changed)
             else:
-                self._saved[name] = values
+                self._saved[name] = changed
 
     def swap(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """As `restore`; returns a copy of what was there, with which `restore` puts that back."""
         for name, changed in state.items():
-            self._moved.get(name, set()).update(tuple(path) for path, _ in changed)
+            if name in self._holders:
+                self._holders[name].moved.update(tuple(path) for path, _ in changed)
         before = copy.deepcopy(self.state())
         self.restore(state)
         return before
 
-    def _put_back(self, name: str, values: Mapping[Path, Any]) -> None:
-        self._moved[name].update(values)
-        for path, value in values.items():
-            owner: Any = self._holders[name][0]
-            for part in path[:-1]:
-                owner = _attributes(owner).get(part)
-            if owner is None:
-                self.left[".".join((name, *path))] = "its owner no longer exists"
-                continue
+    def _put_back(self, holder: _Holder, name: str, changed: Any) -> None:
+        for path, saved in ((tuple(path), saved) for path, saved in changed):
+            holder.moved.add(path)
             try:
-                now = _attributes(owner).get(path[-1])
-                kept = put_back(now, value)
-                if kept is not now or now is None:
-                    _set(owner, path[-1], kept)
+                owner: Any = holder.value
+                for part in path[:-1]:
+                    owner = _attributes(owner)[part]
+                now: Any = _attributes(owner).get(path[-1])
+                kind, plain = saved
+                if kind == "state":
+                    now.load_state_dict(from_plain(plain))
+                elif (kept := put_back(now, from_plain(plain))) is not now or kept is None:
+                    setattr(owner, path[-1], kept)
+            except KeyError:
+                self.left[".".join((name, *path))] = "its owner no longer exists"
             except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
                 self.left[".".join((name, *path))] = f"it could not be put back: {type(error).__name__}: {error}"
 
-    def _leaves(self, name: str, kinds: dict[Path, type], *, beginning: bool = False) -> Iterator[tuple[Path, Any]]:
-        """Each attribute below a holder, the innermost that can be kept as a whole.
-
-        `kinds` are given the classes of the objects that were gone into. Behind the `beginning`, an object that has
-        taken another's place is a whole: there is none of its class to put its parts into.
-        """
-        holder, without, only = self._holders[name]
-
-        def below(owner: object, path: Path, without: frozenset[str]) -> Iterator[tuple[Path, Any]]:
-            wanted = only if not path and only is not None else getattr(type(owner), "resume_attributes", None)
-            for key, value in list(_attributes(owner).items()):
-                if key in without or (wanted is not None and key not in wanted) or _is_of_class(owner, key, value):
-                    continue
-                place = (*path, key)
-                if not isinstance(value, ATOMS):
-                    if id(value) in self._elsewhere or id(value) in seen or isinstance(value, (type, ModuleType)):
-                        continue
-                    seen.add(id(value))
-                if len(path) < _DEPTH and _is_gone_into(value):
-                    kinds[place] = type(value)
-                    if beginning or self._kinds.get((name, place)) is type(value):
-                        yield from below(value, place, frozenset())
-                        if not inspect.isroutine(value):
-                            continue  # of a function also which one it is
-                yield place, value
-                if isinstance(value, _CONTAINERS) and is_users_class(type(value)) and own_values(value):
-                    yield from below(value, place, frozenset())
-
+    def _leaves(self, holder: _Holder, *, beginning: bool = False) -> Iterator[tuple[Path, Any]]:
+        """Each attribute of a holder, and of the objects that are gone into: these are there from the beginning."""
         seen: set[int] = set()
-        yield from below(holder, (), without)
+        for key, value in self._own(holder.value, holder.without, holder.only, seen):
+            path = (key,)
+            goes = self._is_gone_into(holder, value)
+            if beginning and (goes or is_stateful(value)):
+                holder.kinds[path] = self._kind(value)
+            if not goes or holder.kinds.get(path) != self._kind(value):
+                yield path, value
+                continue
+            for inner, one in self._own(value, frozenset(), None, seen):
+                if beginning and is_stateful(one):
+                    holder.kinds[*path, inner] = self._kind(one)
+                yield (*path, inner), one
 
+    def _own(
+        self, owner: object, without: frozenset[str], only: frozenset[str] | None, seen: set[int]
+    ) -> Iterator[tuple[str, Any]]:
+        kind = owner if isinstance(owner, type) else type(owner)
+        wanted = getattr(kind, "resume_attributes", None) if only is None else only
+        for key, value in list(_attributes(owner).items()):
+            if key in without or (wanted is not None and key not in wanted):
+                continue
+            if not isinstance(value, ATOMS):
+                # Lightning takes `forward` away in a step, and puts it back so.
+                of_class = inspect.ismethod(value) and value.__self__ is owner
+                stream = is_stateful(value) and isinstance(value, Dataset)  # its place is its loader's
+                known = any(id(value) in ids for ids in (self._elsewhere, self._watched, seen))
+                if of_class or stream or known or isinstance(value, _KEPT_ELSEWHERE):
+                    continue
+                seen.add(id(value))
+            yield key, value
 
-_MADE: Final = "it has a state, and was made while training: make it in __init__, setup or on_fit_start"
+    def _is_gone_into(self, holder: _Holder, value: object) -> bool:
+        """An object of the user's, which has no state of its own, or one of torch's data sets around another."""
+        if isinstance(value, (*_DATA, nn.Module)) or is_stateful(value) or record_of(value) is not None:
+            return False
+        kind = type(value)
+        package = type(holder.value).__module__.partition(".")[0]
+        users = is_users_class(kind) or (kind.__module__.partition(".")[0] == package and not is_engines(kind))
+        return hasattr(value, "__dict__") and (users or isinstance(value, Dataset)) and not inspect.isroutine(value)
 
-
-def _attributes(owner: Any) -> Mapping[str, Any]:
-    if isinstance(owner, nn.Module):
-        hidden: set[str] = owner._non_persistent_buffers_set
-        own = {name: value for name, value in vars(owner).items() if name not in OF_A_MODULE}
-        return {**own, **{name: value for name, value in owner._buffers.items() if name in hidden}}
-    if isinstance(owner, type):
-        return {k: v for k, v in vars(owner).items() if not k.startswith(("__", "_abc_")) and _is_data_of_class(v)}
-    if isinstance(owner, functools.partial):
-        return {"func": owner.func, "args": owner.args, "keywords": owner.keywords, **vars(owner)}
-    if inspect.ismethod(owner):
-        return {"__self__": owner.__self__}
-    if isinstance(owner, FunctionType):
-        return {name: cell.cell_contents for name, cell in _cells(owner).items() if cell != _EMPTY}
-    return own_values(owner)
-
-
-def _is_of_class(owner: object, name: str, value: object) -> bool:
-    """Whether it is a method as the class has it: Lightning takes `forward` away in a step, and puts it back so."""
-    return inspect.ismethod(value) and value.__self__ is owner and getattr(type(owner), name, None) is value.__func__
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, FunctionType):
-        _cells(owner)[name].cell_contents = value
-    else:
-        setattr(owner, name, value)
-
-
-def _cells(function: FunctionType) -> dict[str, Any]:
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-
-_EMPTY: Final = type((lambda one: lambda: one)(0).__closure__[0])()  # type: ignore[index]
-
-
-def _is_installed(kind: type) -> bool:
-    file = str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
-    return "site-packages" in file or "dist-packages" in file
-
-
-def _is_data_of_class(value: object) -> bool:
-    code = (type, ModuleType, property, functools.cached_property, staticmethod, classmethod, MemberDescriptorType)
-    return not isinstance(value, code) and not inspect.isroutine(value) and not hasattr(value, "__get__")
-
-
-def _is_gone_into(value: Any) -> bool:
-    """An object of a class that is neither Python's own nor an engine's, or one that only holds others."""
-    if inspect.ismethod(value):
-        return not isinstance(value.__self__, type) and _is_gone_into(value.__self__)
-    if isinstance(value, FunctionType):
-        return bool(value.__closure__) and is_users_class(value)
-    if isinstance(value, _DATA) or is_list(value) or isinstance(value, Mapping) or has_state(value) or is_frozen(value):
-        return False
-    if isinstance(value, _HOLDING):
+    def _moved(self, holder: _Holder, path: Path, value: Any) -> bool:
+        """Whether it is another value now, or was so before."""
+        if path not in holder.moved and path in holder.marks and self._mark(value) == holder.marks[path]:
+            return False
+        holder.moved.add(path)
         return True
-    return is_users_class(type(value)) and (hasattr(value, "__dict__") or bool(own_values(value)))
+
+    def _mark(self, value: Any) -> Any:
+        """What is equal to that of an earlier moment where the value is what it was then."""
+        if isinstance(value, ATOMS):
+            return type(value), value
+        if not is_stateful(value):
+            return type(value), fingerprint(value, self._not_looked_into)
+        try:
+            return type(value), fingerprint(value.state_dict(), self._not_looked_into)
+        except Exception:  # the user's: it may have none before the first step, and is asked again for a checkpoint
+            return object()
+
+    def _kind(self, value: object) -> tuple[type, Any]:
+        """Its class; and of a module that no other has registered, what its `state_dict` does not have."""
+        if not isinstance(value, nn.Module):
+            return type(value), None
+        beside = {path: _attributes(part, hidden=False) for path, part in value.named_modules()}
+        return type(value), fingerprint(beside, self._not_looked_into)
+
+    def _kept(self, holder: _Holder, path: Path, value: Any) -> tuple[str, Any]:
+        """As plain data.
+
+        Raises:
+            TypeError: It cannot be kept, with the reason.
+        """
+        if isinstance(holder.value, type):
+            raise TypeError("its class holds it for all of its objects: keep it in an attribute of self")
+        there = holder.kinds.get(path, (None, None))[0] is type(value)
+        if self._begun and not there and (is_stateful(value) or self._is_gone_into(holder, value)):
+            raise TypeError("it was made while training: make it in __init__, setup or on_fit_start")
+        stateful = is_stateful(value)
+        plain = to_plain(value.state_dict() if stateful else value, "its state" if stateful else "it")
+        size = _size(plain)
+        if size > MOST_BYTES:
+            raise TypeError(f"it has {size >> 20} MiB, and up to {MOST_BYTES >> 20} are kept")
+        return "state" if stateful else "value", plain
 
 
-def _with_state(value: object, depth: int = 3) -> int:
-    """How many objects with a state of their own it is, or holds."""
-    if isinstance(value, (list, tuple, dict, deque)) and depth and len(value) < 1 << 16:
-        items = value.values() if isinstance(value, dict) else value
-        return sum(_with_state(one, depth - 1) for one in items if not isinstance(one, (*ATOMS, Tensor, np.ndarray)))
-    return int(isinstance(value, Mapping) or has_state(value))  # a mapping of another class takes what a dict holds
-
-
-def _kept(value: Any) -> Any:
-    """As plain data.
-
-    Raises:
-        TypeError: It cannot be kept, with the reason.
-    """
-    plain = to_plain(value, "it")
-    size = _size(plain)
-    if size > MOST_BYTES:
-        raise TypeError(f"it has {size >> 20} MiB, and up to {MOST_BYTES >> 20} are kept")
-    return plain
+def _attributes(owner: Any, *, hidden: bool = True) -> Mapping[str, Any]:
+    """The names and values, with a module's buffers that are in no `state_dict`; `hidden`: those with an underscore."""
+    if isinstance(owner, type):
+        own = {name: value for name, value in vars(owner).items() if not name.startswith(("__", "_abc_"))}
+        return {name: value for name, value in own.items() if isinstance(value, _DATA)}
+    own = getattr(owner, "__dict__", {})
+    if isinstance(owner, nn.Module):
+        own = {name: value for name, value in own.items() if name not in OF_A_MODULE}
+        own |= {name: owner._buffers[name] for name in owner._non_persistent_buffers_set}
+    return own if hidden else {name: value for name, value in own.items() if not name.startswith("_")}
 
 
 def _size(value: Any) -> int:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fairlead.errors import UserCodeError
-from fairlead_distributed.plain_data import from_plain, to_plain
-from fairlead_distributed.user_objects import ATOMS, record_of
+from fairlead_distributed.plain_data import ATOMS, from_plain, record_of, to_plain
 
 Column = Tensor | list[Any]
 """A tensor, shape `(samples, ...)`, or a list with one item for each sample, in the form of `to_plain`."""

@@ -20,9 +20,10 @@ from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.ordered_loader import default_sampler, over
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.rng import isolated_rng
-from fairlead_distributed.run.registry import Layout, Registry, is_stateful
+from fairlead_distributed.run.registry import Layout, Registry
 from fairlead_distributed.sampler import ResumableDistributedSampler
 from fairlead_distributed.seeding import SeededSamples
+from fairlead_distributed.user_objects import is_stateful
 
 Kind = Literal["ordered", "stateful", "anew"]
 

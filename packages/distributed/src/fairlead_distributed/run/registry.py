@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,8 +18,10 @@ from fairlead_distributed.divergence import Entry as TensorEntry
 from fairlead_distributed.divergence import entry_of
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.plain_data import GENERATORS, from_plain, put_back, to_plain
 from fairlead_distributed.rng import rng_state
 from fairlead_distributed.run.loading import readable_load_errors
+from fairlead_distributed.user_objects import is_stateful
 from fairlead_distributed.whole import named_as, plain_state
 
 OWN: Final = "fairlead"
@@ -32,17 +30,8 @@ OWN: Final = "fairlead"
 Layout = Literal["replicated", "sharded", "stages"]
 """What the ranks hold of the registered modules: all the same; shards of it; or other modules, as of a pipeline."""
 
-_LEAVES: Final = frozenset(
-    {type(None), bool, int, float, complex, str, bytes}
-    | {torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device}
-)
 _ENGINES: Final = ("lightning.fabric.wrappers", "accelerate.")
 """Whose wrappers around modules and optimizers are looked into: the state is that of what they wrap."""
-
-
-def is_stateful(thing: object) -> bool:
-    """Whether it can say and take back where it is."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class Registry:
                 fix="shard it with torch's fully_shard (Accelerate: fsdp_version=2), "
                 "or train with fairlead.Trainer(strategy='fsdp')",
             )
-        if not is_stateful(value) and not isinstance(value, _GENERATORS):
+        if not is_stateful(value) and not isinstance(value, GENERATORS):
             raise ConfigError(
                 f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which has no state to restore",
                 where="Run",
@@ -215,23 +204,22 @@ class Registry:
         return (one for one in self if not one.per_rank)
 
 
-def plain(value: Any, where: str) -> Any:
-    """A copy of the containers in `value`, of what `torch.load(..., weights_only=True)` reads, else a `ConfigError`."""
-    kind = type(value)
-    if kind in _LEAVES or (isinstance(value, torch.Tensor) and is_dtensor(value)):
-        return value
-    if kind in (dict, OrderedDict, Counter):
-        return kind({plain(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()})
-    if kind in (list, tuple, set):
-        return kind(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
-    if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
-        return value.item()
-    raise ConfigError(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be read from a checkpoint again",
-        where="Run",
-        why="reading runs no code of the file; so it holds tensors, numbers, texts, and lists and mappings of them",
-        fix="convert it, or register an object whose state_dict() returns such data",
-    )
+def serialize(value: Any, where: str) -> Any:
+    """The value as a file holds it, for `from_plain`.
+
+    Raises:
+        ConfigError: It holds what could not be read again.
+    """
+    try:
+        return to_plain(value, where, devices=False)
+    except TypeError as error:
+        raise ConfigError(
+            f"{error}: it cannot be read from a checkpoint again",
+            where="Run",
+            why="reading runs no code of the file; so it holds tensors, arrays, numbers, texts, and lists and mappings "
+            "of them",
+            fix="convert it, or register an object whose state_dict() returns such data",
+        ) from error
 
 
 @contextmanager
@@ -251,22 +239,13 @@ def loading(what: str, file: Path) -> Iterator[None]:
         ) from error
 
 
-_GENERATORS: Final = (torch.Generator, np.random.Generator, random.Random)
-
-
 def _state_of(entry: Entry) -> Any:
-    value = entry.value
+    value, where = entry.value, f"the state of {entry.name}"
     if isinstance(value, nn.Module):
         state = plain_state(_bare(value).state_dict())
-        plain(state, f"the state of {entry.name}")
+        serialize(dict(state), where)
         return state  # torch keeps versions in an attribute of a module's state
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return plain(_plain_arrays(value.bit_generator.state), f"the state of {entry.name}")
-    if isinstance(value, random.Random):
-        return value.getstate()
-    return plain(value.state_dict(), f"the state of {entry.name}")
+    return serialize(value if isinstance(value, GENERATORS) else value.state_dict(), where)
 
 
 def _load(entry: Entry, state: Any, file: Path) -> None:
@@ -275,28 +254,10 @@ def _load(entry: Entry, state: Any, file: Path) -> None:
         if isinstance(value, nn.Module):
             bare = _bare(value)
             bare.load_state_dict(named_as(bare, state))
-        elif isinstance(value, torch.Generator):
-            value.set_state(state.cpu())
-        elif isinstance(value, np.random.Generator):
-            value.bit_generator.state = _arrays(state)
-        elif isinstance(value, random.Random):
-            version, internal, gauss = state
-            value.setstate((version, tuple(internal), gauss))
+        elif isinstance(value, GENERATORS):
+            put_back(value, from_plain(state))
         else:
-            value.load_state_dict(state)
-
-
-def _plain_arrays(value: Any) -> Any:
-    """A generator's state with its arrays as lists of numbers."""
-    if isinstance(value, Mapping):
-        return {key: _plain_arrays(item) for key, item in value.items()}
-    return {"array": value.tolist(), "dtype": str(value.dtype)} if isinstance(value, np.ndarray) else value
-
-
-def _arrays(value: Any) -> Any:
-    if isinstance(value, Mapping) and set(value) == {"array", "dtype"}:
-        return np.array(value["array"], dtype=value["dtype"])
-    return {key: _arrays(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+            value.load_state_dict(from_plain(state))
 
 
 def _unwrapped(value: Any) -> Any:

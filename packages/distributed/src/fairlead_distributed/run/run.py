@@ -24,12 +24,13 @@ from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.loader_workers import protect_workers
 from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.plain_data import from_plain
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
 from fairlead_distributed.run.data import Replicas, Source, replicas_here
 from fairlead_distributed.run.exactness import loop_reasons, reasons_text, write_record
 from fairlead_distributed.run.loading import load_weights
 from fairlead_distributed.run.open_run import OpenRun, Stopped
-from fairlead_distributed.run.registry import Registry, plain
+from fairlead_distributed.run.registry import Registry, serialize
 from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
 from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.scripts import run_config
@@ -270,7 +271,7 @@ class Run(OpenRun):
         if file is not None:
             metadata, shared, mine, self._same_ranks = saves.load(file)
             self.steps, self.epoch, self._seed = int(metadata["step"]), int(metadata["epoch"]), int(shared["seed"])
-            self.state.update(shared["state"])
+            self.state.update(from_plain(shared["state"]))
             self._saved_sources = mine["loaders"]
             saves.monitor = saves.monitor or metadata.get("monitor")  # or the best so far would not be kept
             saves.saved = self._place() if own else None
@@ -516,7 +517,7 @@ class Run(OpenRun):
         # This also has the rows on the disk: no checkpoint is ahead of them.
         shared = {
             "seed": self._seed,
-            "state": plain(self.state, "run.state"),
+            "state": serialize(self.state, "run.state"),
             LOGGER_POSITIONS: logger_positions([self._metrics]),
         }
         own = {"loaders": {name: one.state() for name, one in self._sources.items()}}

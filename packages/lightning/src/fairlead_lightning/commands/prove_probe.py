@@ -20,7 +20,7 @@ from fairlead_distributed.user_objects import is_engines
 from fairlead_launch.prove.plan import END, RESTORED, note
 from fairlead_lightning import compat
 from fairlead_lightning.commands.prove_plan import DECIDED, EPOCHS, DecidingPlan, Epochs, finite
-from fairlead_lightning.resume.kept import internal
+from fairlead_lightning.resume.users import internal
 from fairlead_runs.commit import newest_complete
 
 

@@ -26,11 +26,9 @@ from fairlead_lightning import compat
 from fairlead_lightning.resume import rank_state, seen
 from fairlead_lightning.resume.asked import AskedLoaders
 from fairlead_lightning.resume.configured import Configured, changed
-from fairlead_lightning.resume.kept import is_finder, only_once
 from fairlead_lightning.resume.loaders import Loaders
 from fairlead_lightning.resume.names import plain_names
-from fairlead_lightning.resume.optimizers import with_plain_numbers
-from fairlead_lightning.resume.users import Users
+from fairlead_lightning.resume.users import Users, is_finder, only_once, with_plain_numbers
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions
 
 Where = Literal["between", "batch", "done", "cut"]

@@ -29,11 +29,11 @@ from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.ordered_loader import default_sampler, is_ahead, order_of, over
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.redrawn_order import RedrawnOrder
-from fairlead_distributed.run.registry import is_stateful
+from fairlead_distributed.user_objects import is_stateful
 from fairlead_distributed.worker_seeds import SeededInWorkers, own_generators
 from fairlead_lightning import compat
-from fairlead_lightning.resume.kept import watch_loader
 from fairlead_lightning.resume.stateful_loader import SizedLoader, StatefulLoader
+from fairlead_lightning.resume.users import watch_loader
 
 # They depend on nothing but their generator and the epoch.
 _REDRAWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from fairlead_distributed import derive_seed, rng_state, set_rng_state
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.rng import IsolatedGenerators, cpu_states
-from fairlead_distributed.run.registry import is_stateful
+from fairlead_distributed.user_objects import is_stateful
 from fairlead_lightning.resume.tried import Trial, begin_as, beginning, go_on, leave_out, needs_trial, take
 
 _END: Final = object()

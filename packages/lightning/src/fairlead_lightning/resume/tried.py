@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from fairlead_distributed.plain_data import put_back, to_plain
+from fairlead_distributed.plain_data import from_plain, put_back, to_plain
 from fairlead_distributed.rng import IsolatedGenerators, cpu_states, set_cpu_states
 from fairlead_distributed.worker_seeds import held, own_generators
 
@@ -144,7 +144,7 @@ def begin_as(loader: Any, begun: Mapping[str, Any]) -> None:
     _tell(loader, begun["epoch"])
     for name, now in own_generators(loader, _DEPTH).items():
         if name in begun["generators"]:
-            put_back(now, to_plain(begun["generators"][name]))
+            put_back(now, from_plain(to_plain(begun["generators"][name])))
 
 
 def leave_out(iterator: Iterator[Any], batches: int, begun: Mapping[str, Any]) -> None:

@@ -1,21 +1,35 @@
-"""What the user's code and its training change, which no checkpoint of Lightning's has: of all places together."""
+"""What the user's code and its training change, which no checkpoint of Lightning's has: saved, or named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import inspect
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
 
 import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelSummary
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
-from fairlead_lightning.resume.kept import reasons, watch_users
-from fairlead_lightning.resume.layers import Layers
-from fairlead_lightning.resume.optimizers import Groups, refused, watch_optimizers
+from fairlead_distributed.plain_data import ATOMS
+from fairlead_distributed.user_objects import OF_A_MODULE, is_engines, is_stateful, is_users_class
+
+_OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
+_SET_IN_TRAINING: Final = frozenset(
+    {"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch"}
+)
+_READ: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class Users:
-    """Attributes, layers and optimizers, from the beginning of a fit.
+    """Attributes, and groups of parameters that the training adds to optimizers, from the beginning of a fit.
 
     Attributes:
         kept: The attributes; loaders are watched there as well, when they are made.
@@ -23,48 +37,224 @@ class Users:
 
     def __init__(self) -> None:
         self.kept = Attributes()
-        self._layers: Layers | None = None
-        self._share: Callable[[], None] | None = None
         self._trainer: L.Trainer | None = None
-        self._groups: Groups | None = None
+        self._groups: list[int] = []  # that each optimizer was made with
+        self._layers: dict[str, type] = {}
         self._begun = False
 
     def watch(self, trainer: L.Trainer, before: Mapping[str, Any] | None) -> None:
         """The model and its optimizers are made; of these nothing is restored yet, and with `before` it will be."""
         self._trainer = trainer
-        self._groups = Groups(trainer.lightning_module, trainer.optimizers)
+        self._groups = [len(one.param_groups) for one in trainer.optimizers]
         if before is not None:
-            self._groups.restore(before.get("groups", ()))
-        watch_users(trainer, self.kept)
-        self._share = watch_optimizers(self.kept, trainer.optimizers)
-        self._layers = Layers(trainer.lightning_module)
+            self._add_groups(before.get("groups", ()))
+        _watch(trainer, self.kept)
+        self._layers = _layers(trainer.lightning_module)
 
     def begun(self) -> None:
         """An epoch begins; what was made until the first of them, a resumed fit makes as well."""
-        if not self._begun and self._layers is not None:
+        if not self._begun and self._trainer is not None:
             self._begun = True
             self.kept.begun()
-            self._layers.begun()
+            self._layers = _layers(self._trainer.lightning_module)
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint of this rank."""
-        layers = self._layers.state() if self._layers is not None else {}
-        groups = self._groups.state() if self._groups is not None else []
-        return {"attributes": self.kept.state(), "layers": layers, "groups": groups}
+        return {"attributes": self.kept.state(), "groups": list(self._added_groups())}
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
         """Puts it back; what loaders keep belongs to a rank of as many."""
         kept: Mapping[str, Any] = state.get("attributes", {})
         self.kept.restore(kept if same_ranks else {k: v for k, v in kept.items() if not k.startswith("loader")})
-        if self._share is not None:
-            self._share()
-        if self._layers is not None:
-            self._layers.restore(state.get("layers", {}))
 
     def reasons(self) -> Iterator[Inexact]:
         """What has changed and cannot be kept."""
-        yield from reasons(self.kept)
-        if self._layers is not None:
-            yield from self._layers.reasons()
+        for place, why in sorted(self.kept.left.items()):
+            yield Inexact(
+                place,
+                why=why,
+                fix="keep plain data there, give its class state_dict and load_state_dict, "
+                "or name what is to be saved in resume_attributes",
+                certain=False,
+            )
         if self._trainer is not None:
-            yield from refused(self._trainer)
+            yield from self._replaced(self._trainer.lightning_module)
+            yield from _nested(self._trainer.optimizers)
+            yield from _refused(self._trainer)
+
+    def _added_groups(self) -> Iterator[list[list[str]]]:
+        """Of each optimizer the groups that were added, by the names of the parameters."""
+        if self._trainer is None:
+            return
+        names = {id(one): name for name, one in self._trainer.lightning_module.named_parameters()}
+        for one, made in zip(self._trainer.optimizers, self._groups, strict=True):
+            yield [[names.get(id(p), "") for p in group["params"]] for group in one.param_groups[made:]]
+
+    def _add_groups(self, state: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Adds them again, before the optimizers' own state comes; one that is there already stays the only one."""
+        assert self._trainer is not None
+        weights = dict(self._trainer.lightning_module.named_parameters())
+        for one, made, added in zip(self._trainer.optimizers, self._groups, state, strict=False):
+            for group in added[len(one.param_groups) - made :]:
+                if all(name in weights for name in group):
+                    one.add_param_group({"params": [weights[name] for name in group]})
+
+    def _replaced(self, model: nn.Module) -> Iterator[Inexact]:
+        """A layer that is not that of the beginning; one says enough: those inside of it are others too."""
+        now = _layers(model)
+        for path in sorted(now.keys() | self._layers.keys()):
+            before, after = (kinds.get(path) for kinds in (self._layers, now))
+            if before is not after:
+                was, became = (kind.__name__ if kind is not None else "nothing" for kind in (before, after))
+                yield Inexact(
+                    f"model {path}",
+                    why=f"the training has replaced it ({was} became {became}), and each start makes the model anew",
+                    fix="make all of them in __init__, and choose among them by a number in an attribute",
+                )
+                return
+
+
+def _watch(trainer: L.Trainer, kept: Attributes) -> None:
+    """Watches modules, callbacks, data module and optimizers, and what callbacks set of the trainer."""
+    model, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
+    configs = trainer.lr_scheduler_configs
+    kept.elsewhere(trainer, trainer.strategy, *model.modules(), *callbacks, *trainer.loggers, data)
+    kept.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
+    kept.watch("trainer", trainer, only=_SET_IN_TRAINING)
+    for path, module in model.named_modules():
+        name, kind = f"model {path}".rstrip(), type(module)
+        if not is_engines(kind):
+            kept.watch(name, module, _not_kept(module))
+        elif not kind.__module__.startswith("torchmetrics."):  # what they count is kept in another way
+            numbers = (key for key, one in vars(module).items() if isinstance(one, ATOMS) and key not in OF_A_MODULE)
+            kept.watch(name, module, only=frozenset(numbers))
+    count: Counter[str] = Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        count[name] += 1
+        if not is_engines(type(callback)):
+            kept.watch(f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback, _of_its_base(callback))
+    if data is not None and not is_engines(type(data)):
+        kept.watch(f"data {type(data).__name__}", data, _not_kept(data))
+    for number, one in enumerate(trainer.optimizers):
+        if is_users_class(type(one)):  # it may be made of the weights, which a resumed fit has loaded already
+            kept.watch(f"optimizer {number}", one, frozenset(vars(torch.optim.SGD([torch.zeros(1)]))), always=True)
+
+
+def internal(holder: object) -> frozenset[str]:
+    """The attributes of a module or data module that torch and Lightning keep for themselves."""
+    if isinstance(holder, L.LightningDataModule):
+        return frozenset({*vars(L.LightningDataModule()), *_OF_LIGHTNING})
+    base = L.LightningModule if isinstance(holder, L.LightningModule) else nn.Module
+    return frozenset({*vars(base()), *_OF_LIGHTNING, "_fabric"}) if isinstance(holder, nn.Module) else frozenset()
+
+
+def _not_kept(holder: object) -> frozenset[str]:
+    """As `internal`, less the hyperparameters, which a finder sets; Lightning makes empty ones where there are none."""
+    return internal(holder) - ({"_hparams"} if vars(holder).get("_hparams") else set())
+
+
+def _of_its_base(callback: L.Callback) -> frozenset[str]:
+    """The attributes of Lightning's class that a callback is derived from: what must outlive a stop is in its state."""
+    base: Any = next(kind for kind in type(callback).__mro__ if is_engines(kind))
+    needed = [one.name for one in inspect.signature(base).parameters.values() if one.default is inspect.Parameter.empty]
+    made: Any = base.__new__(base)
+    try:
+        made.__init__(**{name: getattr(callback, name, None) for name in needed})
+    except Exception:  # without its arguments; what it has by then is left out, and the rest is looked at
+        return frozenset(vars(made))
+    return frozenset(vars(made))
+
+
+def _layers(model: nn.Module) -> dict[str, type]:
+    # A lazy layer becomes another with its first batch, and does so again.
+    found = {path: getattr(one, "cls_to_become", None) or type(one) for path, one in model.named_modules()}
+    # One that is pruned is trained under another name.
+    return found | {name.removesuffix("_orig"): nn.Parameter for name, _ in model.named_parameters()}
+
+
+def watch_loader(kept: Attributes, name: str, loader: object) -> None:
+    """Watches what a loader's dataset and `collate_fn` keep in this process.
+
+    Of one with a state: its generator, and a dataset that can be indexed.
+    """
+    stateful = is_stateful(loader)
+    if stateful:
+        kept.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
+    if not isinstance(loader, DataLoader):
+        return
+    collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
+    if not is_stateful(loader.dataset) and not (stateful and isinstance(loader.dataset, IterableDataset)):
+        kept.watch(f"{name} dataset", loader.dataset)
+    if not is_stateful(collate):
+        kept.watch(f"{name} collate_fn", SimpleNamespace(collate_fn=collate))
+
+
+def is_finder(callback: L.Callback) -> bool:
+    """Whether it looks for a learning rate or a batch size before the training, and sets an attribute to it."""
+    return isinstance(callback, (LearningRateFinder, BatchSizeFinder))
+
+
+def only_once(trainer: L.Trainer) -> Callable[[], None]:
+    """A fit that resumes has found its learning rate and batch size and shown its model before.  Returns the undo."""
+    callbacks = vars(trainer)["callbacks"]
+    done = [vars(one) for one in callbacks if is_finder(one) or isinstance(one, ModelSummary)]
+    for attributes in done:
+        attributes["on_fit_start"] = lambda *_: None
+
+    def undo() -> None:
+        for attributes in done:
+            attributes.pop("on_fit_start", None)
+
+    return undo
+
+
+def with_plain_numbers(checkpoint: dict[str, Any]) -> None:
+    """Puts Python's numbers for NumPy's into the states of schedules and optimizers: a resume reads no others."""
+    checkpoint["lr_schedulers"] = _plain_numbers(checkpoint.get("lr_schedulers", []))
+    for state in checkpoint.get("optimizer_states", ()):
+        if isinstance(state, dict) and "param_groups" in state:
+            state["param_groups"] = _plain_numbers(state["param_groups"])
+
+
+def _plain_numbers(state: Any) -> Any:
+    if isinstance(state, (np.float64, np.int64, np.bool_)):
+        return state.item()
+    if type(state) is dict:
+        return {key: _plain_numbers(value) for key, value in state.items()}
+    return type(state)(map(_plain_numbers, state)) if type(state) in (list, tuple) else state
+
+
+def _nested(optimizers: Sequence[Optimizer]) -> Iterator[Inexact]:
+    """Optimizers around another (Lookahead, SAM): the two share groups and state, and a resume gives each its own."""
+    for one in optimizers:
+        if any(isinstance(value, Optimizer) for value in vars(one).values()):
+            yield Inexact(
+                f"the optimizer {type(one).__name__}",
+                why="it holds another optimizer, and a resume gives each of them a state of its own",
+                fix="share param_groups and state again in its load_state_dict; --prove-resume shows whether that does",
+                certain=False,
+            )
+
+
+def _refused(trainer: L.Trainer) -> Iterator[Inexact]:
+    """States that a resume does not read, since they hold more than tensors and plain data."""
+    groups = [(one, one.param_groups) for one in trainer.optimizers]
+    schedules = [(one.scheduler, one.scheduler.state_dict()) for one in trainer.lr_scheduler_configs]
+    for owner, state in (*groups, *schedules):
+        if found := sorted(set(_foreign(_plain_numbers(state)))):
+            yield Inexact(
+                f"the state of {type(owner).__name__}",
+                why=f"it holds {', '.join(found)}, and a resume reads no pickled objects",
+                fix="numbers, lists and dicts in it; or name these classes in checkpoint_io.safe_globals",
+                certain=False,
+            )
+
+
+def _foreign(value: Any) -> Iterator[str]:
+    if type(value) in (dict, OrderedDict, list, tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _foreign(one)
+    elif not isinstance(value, torch.Tensor) and type(value) not in _READ:
+        yield f"{type(value).__module__}.{type(value).__qualname__}"
