@@ -34,11 +34,18 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(script: Path, cwd: Path, ranks: int = 1) -> subprocess.Popen[str]:
+STARTED_BY = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+    "mpirun": [*("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"), sys.executable],
+    "launch": [sys.executable, "-m", "fairlead", "launch", "--nproc", "2"],
+}
+
+
+def start(script: Path, cwd: Path, launcher: str) -> subprocess.Popen[str]:
     cwd.mkdir(exist_ok=True)
-    by = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, *by, str(script), "--max-steps", STEPS],
+        [*STARTED_BY[launcher], str(script), "--max-steps", STEPS],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(script.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
@@ -75,20 +82,22 @@ def until_step(cwd: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_and_stopped_it_ends_with_the_same_bits(script: Path, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    "launcher", ["python", "torchrun", *(pytest.param(name, marks=pytest.mark.full) for name in ("mpirun", "launch"))]
+)
+def test_killed_and_stopped_it_ends_with_the_same_bits(script: Path, tmp_path: Path, launcher: str) -> None:
     """SIGKILL loses the steps behind the last checkpoint, and trains them again; SIGTERM to one rank loses none."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert "is finished: step 60" in ended(start(script, whole, ranks))
+    assert "is finished: step 60" in ended(start(script, whole, launcher))
 
-    process = start(script, parts, ranks)
+    process = start(script, parts, launcher)
     until_step(parts, 50, process)
     while newest_complete(parts / "runs/gpt/checkpoints").checkpoint is None:  # that of the validation
         time.sleep(0.01)
     subprocess.run(["pkill", "-KILL", "-f", str(script)], check=True)  # torchrun's ranks are in sessions of their own
     process.communicate()
 
-    process = start(script, parts, ranks)
+    process = start(script, parts, launcher)
     pids = parts / "runs/gpt/history.jsonl"
     while len([one for one in read_history(pids) if one["event"] == "training"]) < 2:
         assert process.poll() is None, process.communicate()[0]
@@ -101,5 +110,5 @@ def test_killed_and_stopped_it_ends_with_the_same_bits(script: Path, tmp_path: P
     assert isinstance(newest, Checkpoint)
     assert newest.step >= 50
 
-    assert "is finished: step 60" in ended(start(script, parts, ranks))
+    assert "is finished: step 60" in ended(start(script, parts, launcher))
     assert_same(whole, parts)

@@ -1,6 +1,7 @@
-"""The numbers that a launcher gives this process in its environment; nothing is imported or connected.
+"""The numbers that a launcher gives this process in its environment; nothing is connected.
 
-SLURM's are read here too, so that a script with torch alone gets its rank under `srun` without any plugin.
+SLURM's are read here too, so that a script with torch alone gets its rank under `srun` without any plugin. Those of
+other launchers, such as mpirun and jsrun, the installed environment plugins read.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
+from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError
+from fairlead.plugins import default_plugins
 
 
 def or_process(environ: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -88,11 +91,32 @@ def checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
     return rank, world_size
 
 
+class Launched(NamedTuple):
+    """The numbers of a launcher that an installed plugin knows."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+
+
+def by_plugins(environ: Mapping[str, str]) -> Launched | None:
+    """What an environment plugin says, where neither SLURM nor RANK and WORLD_SIZE do; takes milliseconds."""
+    if _source(environ)[0] != "none":
+        return None
+    topology = choose_environment("auto", environ, default_plugins(), starting=True).topology
+    if topology is None or not topology.launched or topology.global_rank is None or topology.world_size is None:
+        return None
+    local = topology.local_rank
+    return Launched(topology.global_rank.value, topology.world_size.value, local.value if local is not None else None)
+
+
 def local_rank(environ: Mapping[str, str]) -> int | None:
     """This process's number on its own machine, None where the launcher does not say."""
     if _source(environ)[0] == "slurm":
         return integer(environ, "SLURM_LOCALID")
-    return integer(environ, "LOCAL_RANK")
+    given = integer(environ, "LOCAL_RANK")
+    launched = by_plugins(environ) if given is None else None
+    return launched.local_rank if launched is not None else given
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

@@ -41,7 +41,7 @@ def get_rank() -> int:
 
 
 def get_local_rank(environ: Mapping[str, str] | None = None) -> int:
-    """This process's number on its own machine: SLURM_LOCALID in a SLURM step, else LOCAL_RANK, else 0.
+    """This process's number on its own machine: SLURM_LOCALID in a SLURM step, LOCAL_RANK, a plugin's answer, or 0.
 
     It selects the device. The global rank does not: on the second machine of 8 GPUs, rank 8 drives GPU 0.
     """

@@ -109,7 +109,8 @@ def init_process_group(
         init_method: `env://` reads MASTER_ADDR and MASTER_PORT (29500 when unset), and where there is no MASTER_ADDR
             the variables of the scheduler, such as SLURM's list of nodes; `tcp://host:port`; or `file:///path` for a
             new file on a file system that all ranks see.
-        world_size: The number of processes; None reads it as `setup_distributed` does.
+        world_size: The number of processes; None reads it as `setup_distributed` does, else from mpirun's variables or
+            those of another launcher that an installed plugin knows.
         rank: This process's number, from 0; None as above.
         timeout: For each collective of the group.
         store: A store that all ranks share, instead of `init_method`.
@@ -253,7 +254,8 @@ def _rank_and_world_size(rank: int | None, world_size: int | None, environ: Mapp
     if (rank is None) != (world_size is None):
         raise ConfigError("give both rank and world_size, or neither", where="init_process_group")
     if rank is None or world_size is None:
-        return _environ.rank_and_world_size(environ)
+        launched = _environ.by_plugins(environ)
+        return launched[:2] if launched is not None else _environ.rank_and_world_size(environ)
     return _environ.checked(rank, world_size, "init_process_group(rank=, world_size=)")
 
 

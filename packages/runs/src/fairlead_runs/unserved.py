@@ -37,7 +37,7 @@ def wait_line(wait: dict[str, Any] | None) -> list[str]:
     """The line of `fairlead status`, if there is something to say.
 
     Example:
-        >>> said_wait({"seconds": 41.3, "phase": "validate"})
+        >>> wait_line({"seconds": 41.3, "phase": "validate"})
         ['longest time in which a signal would have waited: 41 s, in validation']
     """
     if wait is None or not isinstance(wait["seconds"], int | float):
