@@ -16,13 +16,11 @@ from fairlead_distributed import (
     CollectiveError,
     CollectiveMismatchError,
     TensorMismatchError,
+    alarms,
     all_gather,
     all_reduce,
     barrier,
     broadcast,
-    call_check,
-    destroy_process_group,
-    init_process_group,
 )
 from fairlead_distributed._environ import checked_calls
 from fairlead_distributed.testing import run_ranks
@@ -85,7 +83,7 @@ def later_than_the_others(late: int, rank: int, world: int) -> tuple[type | None
 
 
 def missing_rank(rank: int) -> tuple[Any, str, list[float]]:
-    call_check._NOTE_S = 0.3  # type: ignore[misc]  # ten seconds are long for a test
+    alarms._SAY_S = 0.3  # type: ignore[misc]  # ten seconds are long for a test
     step()
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -107,21 +105,6 @@ def test_a_rank_that_does_not_come_is_named_with_where_it_was_last() -> None:
     assert "has waited 0 s in barrier at" in got[0][1]
     assert "for rank 2: was last seen in all_reduce" in got[0][1]
     assert got[1][1] == ""
-
-
-def leaves(rank: int) -> Any:
-    init_process_group("gloo", device="cpu")
-    step()
-    if rank == 1:
-        store = dist.distributed_c10d._get_default_store()
-        destroy_process_group()
-        store.wait(["given up 0"])
-        return None
-    return later_than_the_others(1, rank, 2)[1]
-
-
-def test_a_rank_that_has_left_the_group_is_named_as_such() -> None:
-    assert "rank 1: left the group at " in run_ranks(leaves, 2, init=False)[0]
 
 
 def count_unchecked(rank: int, values: list[str]) -> list[int]:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import signal
+import threading
 import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +22,9 @@ import torch.distributed as dist
 from fairlead.facts import StopReason
 from fairlead.interfaces import Requeuer
 from fairlead_distributed import group_store
-from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.testing import run_ranks
 from fairlead_hpc_signals import NoneRequeueConfig, PreemptionGuard, SignalFlags
-from fairlead_hpc_signals.saves import SaveAgreement
+from fairlead_hpc_signals.agreement import StopAgreement
 from fairlead_hpc_signals.switches import SwitchFiles
 from fairlead_runs.switches import SAVE, STOP, find_switch, take_switch
 
@@ -84,17 +88,17 @@ def with_one_that_is_silent(rank: int) -> tuple[int, bool, str]:
     if rank < 2:
         store = group_store()
         assert store is not None
-        plane = ControlPlane(dist.PrefixStore("test", store), rank, 3)
-        saves = SaveAgreement(plane, plane.open("saves"), answer_s=0.5)
+        patience = timedelta(seconds=0.5)
+        agreement = StopAgreement(SignalFlags(), dist.PrefixStore("test", store), rank, 3, answer_timeout=patience)
         with contextlib.redirect_stderr(said):
             if rank == 0:
-                saves.ask()
+                agreement.ask_save()
             number, until = 0, time.monotonic() + PATIENCE
-            while saves._round.number == 0 and time.monotonic() < until:
+            while agreement._round == 0 and time.monotonic() < until:
                 number += 1
-                saved |= saves.boundary(number)
+                saved |= agreement.boundary(number) is not None
                 time.sleep(0.01)
-        rounds = saves._round.number
+        rounds = agreement._round
     dist.barrier()
     return (rounds if rank < 2 else 1), saved, said.getvalue()
 
@@ -105,6 +109,45 @@ def test_where_a_rank_does_not_answer_nothing_is_saved_and_the_training_goes_on(
     assert [(rounds, saved) for rounds, saved, _ in results] == [(1, False)] * 3
     said = "".join(text for _, _, text in results)
     assert said == "nothing is saved: rank 2 did not answer within 0.5 s; training continues\n"
+
+
+def one_after_the_other(wishes: Sequence[Callable[[], object]], own: random.Random) -> None:
+    for wish in wishes:
+        time.sleep(own.uniform(0, 0.01))
+        wish()
+
+
+def asked_for_both(rank: int, seed: int) -> list[tuple[list[int], int, tuple[str, ...]]]:
+    """Saves and a stop, asked for by several ranks at any time, also at once."""
+    store, own = group_store(), random.Random(seed * 10 + rank)
+    assert store is not None
+    found = []
+    for number in range(20):
+        flags = SignalFlags()
+        agreement = StopAgreement(flags, dist.PrefixStore(f"both/{seed}/{number}", store), rank, dist.get_world_size())
+        wishes = [*own.choices([agreement.ask_save, lambda: None], k=3), partial(flags.note, signal.SIGUSR1)]
+        asking = threading.Thread(target=one_after_the_other, args=(wishes, own))
+        asking.start()
+        saves, step, value = list[int](), 0, torch.zeros(1)
+        while (agreed := agreement.boundary(step)) != "stop":
+            if agreed == "save":
+                saves.append(step)
+                dist.barrier()
+            dist.all_reduce(value)
+            step += 1
+        assert agreement.decision is not None
+        asking.join()
+        agreement.close()
+        found.append((saves, step, agreement.decision.signals))
+    return found
+
+
+def test_saves_and_stops_at_once_are_the_same_on_all_ranks() -> None:
+    """One agreement serves both; a wish that came too late for one round is in the next."""
+    results = run_ranks(asked_for_both, 3, 1, timeout=120)
+    assert all(result == results[0] for result in results)
+    assert any(saves for saves, _, _ in results[0])
+    assert all(signals == ("SIGUSR1",) for *_, signals in results[0])
 
 
 def test_a_stop_is_a_persons_and_no_other_start_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

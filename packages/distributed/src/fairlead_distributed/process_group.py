@@ -15,7 +15,6 @@ from fairlead.errors import ConfigError, MissingDependencyError
 from fairlead.install import install_line
 from fairlead.starts import Start
 from fairlead_distributed import _environ
-from fairlead_distributed.call_check import say_left
 from fairlead_distributed.errors import AlreadyInitializedError, RendezvousError
 from fairlead_distributed.info import DistributedInfo, get_distributed_info, get_rank, get_world_size, is_initialized
 from fairlead_distributed.opening import open_store
@@ -206,7 +205,6 @@ def decline_process_group(
 def destroy_process_group() -> None:
     """Leaves the group and frees it. Does nothing when there is none."""
     if is_initialized():
-        say_left()
         dist.destroy_process_group()
 
 

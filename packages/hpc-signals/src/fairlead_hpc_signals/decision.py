@@ -63,10 +63,11 @@ class StopDecision:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The lowest number at which a rank can still stop, and what it was asked, if it was."""
+    """The lowest number at which a rank can still stop or save; what it was asked, if it was; whether to save."""
 
     earliest: int
     request: StopRequest | None = None
+    save: bool = False
 
 
 # They write and read JSON, for the store.

@@ -74,6 +74,7 @@ class PreemptionGuard:
         self._environ = os.environ if environ is None else environ
         self._agreement: LocalAgreement | StopAgreement | None = None
         self._boundary = 0
+        self._save_due = False
         self._switches: SwitchFiles | None = None
         self.waits = LongestWait()
         """How long a signal would have waited at most so far."""
@@ -193,21 +194,23 @@ class PreemptionGuard:
         self._boundary += 1
         self.waits.served()
         try:
-            stops = self._started().boundary(self._boundary)
+            agreed = self._started().boundary(self._boundary)
         except AgreementError as error:
             if not self.lost(error):
                 raise
             self.ended_by(error)
-        if stops and self._watch is not None:
+        self._save_due = agreed == "save"
+        if agreed == "stop" and self._watch is not None:
             self._watch.phase = "saving"
-        return stops
+        return agreed == "stop"
 
     def should_save(self) -> bool:
         """Whether a checkpoint was asked for by the file `SAVE` of a run; call it after each `should_stop`.
 
         True once for each time that it is asked for, on all ranks at the same step.
         """
-        return self._agreement is not None and self._agreement.saves.boundary(self._boundary)
+        due, self._save_due = self._save_due, False
+        return due
 
     def ask(self, why: str, *, final: bool = False) -> None:
         """Asks all ranks to stop without a signal, as before the end of a time budget; `why` is for the history.

@@ -58,9 +58,9 @@ class SwitchFiles:
         if self._thread is not None or agreement.mailbox.rank > 0:
             return
         # The first look is here: a `STOP` from before this start is to stop it before its first step.
-        if not self._look(agreement.saves.ask, ask):
+        if not self._look(agreement.ask_save, ask):
             self._thread = threading.Thread(
-                target=self._watch, args=(agreement.saves.ask, ask), name="fairlead-switch-files", daemon=True
+                target=self._watch, args=(agreement.ask_save, ask), name="fairlead-switch-files", daemon=True
             )
             self._thread.start()
 
