@@ -458,14 +458,3 @@ def test_what_has_changed_once_is_kept_also_as_it_was_first() -> None:
     kept.state()
     first.steps = before
     assert kept.state()["callback"] == [(("steps",), ("value", before))]
-
-
-def test_what_was_there_comes_back_after_a_swap() -> None:
-    earlier, now = Attributes(), Keeper()
-    earlier.watch("dataset", now)
-    first = now.steps
-    now.steps = 7
-    there = earlier.swap({"dataset": [(("steps",), ("value", first))]})
-    assert now.steps == first
-    earlier.restore(there)
-    assert now.steps == 7

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
-from test_exact_resume import BATCH, SAMPLES, Net, Noisy, assert_equal, at, exactness
+from test_exact_resume import BATCH, SAMPLES, Net, Noisy, assert_equal, at, exactness, run
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
@@ -51,30 +51,36 @@ WORKERS = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "epochs"),
-    [
-        (DataLoader, {}, False),
-        pytest.param(DataLoader, WORKERS, False, marks=pytest.mark.full),
-        (DataLoader, WORKERS, True),
-        (DataLoader, PERSISTENT, False),
-        pytest.param(DataLoader, PERSISTENT, True, marks=pytest.mark.full),
-        (StatefulDataLoader, {}, False),
-    ],
-)
-def test_a_dataset_that_a_callback_changes(tmp_path: Path, kind: Any, settings: dict[str, Any], epochs: bool) -> None:
-    """Workers have a copy of it as it was when they began."""
+def over(kind: Any, settings: dict[str, Any], epochs: bool) -> tuple[Callable[[], Any], Callable[[], list[L.Callback]]]:
+    """Loaders over such a dataset, and the callback."""
     datasets: list[Curriculum] = []
 
     def loaders() -> Any:
         datasets[:] = [Curriculum()]  # as in a process of its own
         return kind(datasets[-1], BATCH, shuffle=True, **settings)
 
-    def callbacks() -> list[L.Callback]:
-        return [Harder(epochs, lambda _: datasets[-1])]
+    return loaders, lambda: [Harder(epochs, lambda _: datasets[-1])]
 
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "epochs"),
+    [(DataLoader, {}, False), (DataLoader, WORKERS, True), (StatefulDataLoader, {}, False)],
+)
+def test_a_dataset_that_a_callback_changes(tmp_path: Path, kind: Any, settings: dict[str, Any], epochs: bool) -> None:
+    """Workers have a copy of it as it was when they began: when the epoch began."""
+    loaders, callbacks = over(kind, settings, epochs)
     assert_equal(tmp_path, loaders, at("train", 5), at("train", 12), callbacks=callbacks)
     assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+CHANGED = "a dataset or sampler that has changed within an epoch"
+
+
+@pytest.mark.parametrize(("settings", "epochs"), [(WORKERS, False), (PERSISTENT, True)])
+def test_a_change_that_workers_do_not_see_is_named(tmp_path: Path, settings: dict[str, Any], epochs: bool) -> None:
+    loaders, callbacks = over(DataLoader, settings, epochs)
+    run(tmp_path, loaders, callbacks=callbacks, max_epochs=2)
+    assert [reason["what"] for reason in exactness(tmp_path)["reasons"]] == [CHANGED]
 
 
 class Reloading(Net):
@@ -106,25 +112,43 @@ def test_a_dataset_that_is_changed_while_loaders_are_made_anew(tmp_path: Path, n
 
 
 class Mining(Net):
-    """Gives the samples that it has just seen a lower weight, in the sampler of its loader."""
+    """Gives some samples a lower weight behind each epoch, in the sampler of its loader."""
+
+    def lower(self, first: int) -> None:
+        loader: Any = self.trainer.train_dataloader
+        loader.sampler.weights[first : first + 6] *= 0.1
+
+    def on_train_epoch_end(self) -> None:
+        self.lower(4 * self.current_epoch)
+
+
+class MiningAtOnce(Mining):
+    """And within the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loader: Any = self.trainer.train_dataloader
-        weights = loader.sampler.weights
-        if batch_idx % 3 == 1:
-            weights[batch_idx : batch_idx + 6] *= 0.1
+        self.lower(batch_idx)
 
 
-def weighted(workers: int) -> DataLoader[Any]:
+def weighted(workers: int = 0) -> DataLoader[Any]:
     sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
     return DataLoader(Noisy(), BATCH, sampler=sampler, num_workers=workers)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_weights_of_a_sampler_that_the_model_changes(tmp_path: Path, workers: int) -> None:
+    assert_equal(tmp_path, lambda: weighted(workers), at("train", 5), at("train", 12), net=Mining)
+    assert exactness(tmp_path / "killed")["reasons"] == []
+
+
+def test_weights_that_change_within_an_epoch_are_named(tmp_path: Path) -> None:
+    run(tmp_path, weighted, net=MiningAtOnce, max_epochs=1)
+    assert [reason["what"] for reason in exactness(tmp_path)["reasons"]] == [CHANGED]
+
+
 class Rotating(Sampler[int]):
-    """Begins where it ended, in an order from what it counts and from weights that others set."""
+    """Begins where it ended."""
 
     def __init__(self) -> None:
-        self.turns = 0
         self.first = 0
 
     def __len__(self) -> int:
@@ -132,37 +156,16 @@ class Rotating(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(SAMPLES):
-            self.first = (self.first + 3 + self.turns) % SAMPLES
+            self.first = (self.first + 3) % SAMPLES
             yield self.first
-        self.turns += 1
 
 
-class Turning(Net):
-    """Turns its sampler further in the middle of an epoch."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            loader: Any = self.trainer.train_dataloader
-            loader.sampler.turns += 2
-
-
-@pytest.mark.parametrize(("net", "workers", "step"), [(Net, 2, 5), (Net, 0, 12), (Turning, 2, 12)])
-def test_what_a_sampler_keeps(tmp_path: Path, net: type[Net], workers: int, step: int) -> None:
-    """It is drawn again from where the epoch began, to where its workers had drawn it, and is then as it was."""
-
-    def loaders() -> Any:
-        return DataLoader(Noisy(), BATCH, sampler=Rotating(), num_workers=workers)
-
-    assert_equal(tmp_path, loaders, at("train", step), net=net)
-    (reason,) = exactness(tmp_path / "killed")["reasons"]
+def test_a_sampler_without_a_state_is_not_known(tmp_path: Path) -> None:
+    """It may depend on more than the epoch; this one goes on where it has drawn ahead."""
+    run(tmp_path, lambda: DataLoader(Noisy(), BATCH, sampler=Rotating()), max_epochs=1)
+    (reason,) = exactness(tmp_path)["reasons"]
     assert reason["what"] == "the sampler Rotating"
     assert not reason["certain"]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_weights_of_a_sampler_that_the_model_changes(tmp_path: Path, workers: int) -> None:
-    assert_equal(tmp_path, lambda: weighted(workers), at("train", 5), at("train", 12), net=Mining)
-    assert exactness(tmp_path / "killed")["reasons"] == []
 
 
 class Stages(Sampler[list[int]]):

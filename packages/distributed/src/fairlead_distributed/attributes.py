@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 import inspect
 from collections import deque
@@ -61,15 +60,14 @@ class Attributes:
         self._not_looked_into: dict[int, object] = {}
         self._saved: dict[str, Any] = {}
 
-    @property
-    def watched(self) -> bool:
-        """Whether any object is."""
-        return bool(self._holders)
-
     def elsewhere(self, *objects: object) -> None:
         """Before any is watched: objects that are kept in another way, or not at all, whoever holds them."""
         self._elsewhere.update((id(one), one) for one in objects)
         self._not_looked_into = self._elsewhere
+
+    def fingerprint(self, value: Any) -> object:
+        """Equal to that of another moment where the value is what it was then."""
+        return fingerprint(value, self._elsewhere)
 
     def watch(
         self,
@@ -98,6 +96,7 @@ class Attributes:
                     found.marked.append(value)
             self._watch_classes({type(holder), *(kind for kind, _ in found.kinds.values())} - {type})
         if name in self._saved:
+            self._mark_anew()  # others may hold the same objects, and have not changed by this
             self._put_back(self._holders[name], name, self._saved.pop(name))
 
     def _watch_classes(self, kinds: set[type]) -> None:
@@ -106,11 +105,12 @@ class Attributes:
                 self.watch(f"class {kind.__module__}.{kind.__qualname__}", kind)
 
     def begun(self) -> None:
-        """The training begins: an object that is made from now on finds none to take its state in a resume.
-
-        What is watched by now, the loaders' data sets too, is kept under its own name, whoever else holds it.
-        """
+        """The training begins: an object that is made from now on finds none to take its state in a resume."""
         self._begun = True
+        self._mark_anew()
+
+    def _mark_anew(self) -> None:
+        """What is watched by now, the loaders' data sets too, is kept under its own name, whoever else holds it."""
         same = {
             name: [path for path, value in self._leaves(holder, beginning=True) if not self._moved(holder, path, value)]
             for name, holder in self._holders.items()
@@ -148,15 +148,6 @@ class Attributes:
                 self._put_back(self._holders[name], name, changed)
             else:
                 self._saved[name] = changed
-
-    def swap(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """As `restore`; returns a copy of what was there, with which `restore` puts that back."""
-        for name, changed in state.items():
-            if name in self._holders:
-                self._holders[name].moved.update(tuple(path) for path, _ in changed)
-        before = copy.deepcopy(self.state())
-        self.restore(state)
-        return before
 
     def _put_back(self, holder: _Holder, name: str, changed: Any) -> None:
         for path, saved in ((tuple(path), saved) for path, saved in changed):

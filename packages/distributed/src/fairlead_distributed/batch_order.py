@@ -6,7 +6,6 @@ import copy
 import itertools
 import sys
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import BatchSampler
 
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
-from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.rng import IsolatedGenerators
 from fairlead_distributed.worker_seeds import EpochBatch
 
@@ -33,8 +31,9 @@ class Order(ABC):
 
     A loader that is shorter than its epoch (several loaders at once) is gone through again: each turn has an order of
     its own. `place` tells where the training is; `generator` is the loader's, which seeds its workers; `once` whether a
-    longer epoch goes on without this loader, and not with it again. `copied` is what workers have a copy of, as it was
-    when they began: the loader's dataset and `collate_fn`; `persistent` workers begin once.
+    longer epoch goes on without this loader, and not with it again. `copied` fingerprints what a resumed epoch has as
+    it is at the stop, and this one as it was when it began: what workers have copies of, the weights of a sampler;
+    `persistent` workers begin once.
     """
 
     def __init__(
@@ -45,17 +44,15 @@ class Order(ABC):
         place: Callable[[], EpochPosition],
         generator: torch.Generator,
         once: Callable[[], bool] = lambda: False,
-        copied: Attributes | None = None,
+        copied: Callable[[], object] = lambda: None,
         persistent: bool = False,
     ) -> None:
         self.inner = inner
         self.seed = seed
         self.generator = generator
-        self._copied = Attributes() if copied is None else copied
+        self._copied = copied
         self._persistent = persistent
-        self._copies: tuple[int, dict[str, Any]] | None = None  # the epoch in which workers began, and what with
-        self._copies_before: dict[str, Any] | None = None  # of the run that is continued
-        self._meanwhile: dict[str, Any] | None = None  # what there is while workers begin with what there was
+        self._began_with: object = None
         self._place = place
         self._once = once
         self._resume: Mapping[str, Any] | None = None
@@ -94,32 +91,20 @@ class Order(ABC):
 
     def __iter__(self) -> Iterator[EpochBatch]:
         place = self._place()
-        if self._meanwhile is None:
-            self._before_workers(place)
+        if self._began_with is None or not self._persistent:
+            self._began_with = self._copied()
         # Seeded before the loader draws its workers' seed from it.
         self.generator.manual_seed(derive_seed("workers", *self._numbers(place)))
         return self._batches()  # begins with the first batch: a loader with workers asks twice for an iterator
 
-    def _before_workers(self, place: EpochPosition) -> None:
-        """They begin with what they had begun with, whatever the training has changed since."""
-        before = self._copies_before
-        if before is not None and (self._persistent or self._resume_state(place) is not None):
-            self._copies = place.epoch, before
-            self._meanwhile = self._copied.swap(before)
-        elif self._copies is None or not self._persistent:
-            self._copies = place.epoch, copy.deepcopy(self._copied.state())
-
-    def _state_of_copies(self, place: EpochPosition) -> dict[str, Any]:
-        if self._persistent and self._copies_before is not None:
-            return self._copies_before
-        epoch, copies = self._copies or (-1, {})
-        return copies if self._persistent or epoch == place.epoch else {}
+    @property
+    def changed(self) -> bool:
+        """Whether what the epoch began with has changed since."""
+        inside = self._persistent or self._place().batches > 0
+        return inside and self._began_with is not None and self._began_with != self._copied()
 
     def _batches(self) -> Iterator[EpochBatch]:
         place = self._place()
-        if self._meanwhile is not None:  # the first batch is asked for when the workers are there
-            self._copied.restore(self._meanwhile)
-            self._meanwhile = None
         numbers = self._numbers(place)
         self._turn = numbers[-1]
         for wanted in (self.inner, self.sampler):
@@ -151,21 +136,15 @@ class Order(ABC):
         place = self._place()
         state = self._resume_state(place)
         # A validation that was due can be rerun, and saved behind, before the first batch is asked for.
-        return dict(state) if state is not None else {**self._taken(place), "copies": self._state_of_copies(place)}
+        return dict(state) if state is not None else self._taken(place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has the iterators go on there, until `begun`."""
         self._resume, self._resumed_in = dict(state), self._place().epoch
-        self._copies_before = dict(state.get("copies", {}))
-
-    @property
-    def left(self) -> Mapping[str, str]:
-        """What samplers have changed in attributes and cannot be kept, with the reason."""
-        return {}
 
     def begun(self) -> None:
         """The training has gone on: the next iterator begins an epoch."""
-        self._resume, self._resumed_in, self._copies_before = None, -1, None
+        self._resume, self._resumed_in = None, -1
 
     @abstractmethod
     def _taken(self, place: EpochPosition) -> dict[str, Any]:
@@ -222,57 +201,66 @@ class ShardedOrder(Order):
         return iter(self.inner)
 
 
-class StatefulOrder(Order):
-    """Batches of a sampler or batch sampler (`stateful`) with `state_dict` and `load_state_dict`.
+class ReplayedOrder(Order):
+    """The batches of any other sampler or batch sampler: drawn again from a seed of the epoch, the first ones skipped.
 
-    Workers draw up to `ahead` batches before the training: the state behind each is kept until that has taken it.
+    What it draws comes from generators of this order; a `torch.Generator` of its own is seeded for each epoch. One with
+    `state_dict` and `load_state_dict` (`stateful`) begins the epoch with the state that it had when the epoch began.
     """
 
-    def __init__(self, inner: Any, stateful: Any, *, ahead: int, **arguments: Any) -> None:
+    def __init__(self, inner: Any, stateful: Any = None, **arguments: Any) -> None:
         super().__init__(inner, **arguments)
         self._stateful = stateful
-        self._from = EpochPosition(0, 0)
-        self._drawn = 0
-        self._states: deque[Any] = deque(maxlen=ahead + 2)
+        self._began: tuple[int, int, Any] = (-1, -1, None)  # epoch, turn, and the state then
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether drawing from it moves it further."""
+        return self._stateful is not None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the iterators go on there, until `begun`."""
+        super().load_state_dict(state)
+        if self.is_stateful:
+            self._stateful.load_state_dict(state["began"])
 
     def _taken(self, place: EpochPosition) -> dict[str, Any]:
-        if self._resume is not None:  # an epoch further, of which nothing was drawn yet
-            return {"turn": 0, "state": self._resume["state"]}
-        if place.epoch != self._from.epoch or not self._states:
-            return {"turn": 0, "state": self._stateful.state_dict()}
-        trained = place.batches - self._from.batches
-        return {"turn": self._turn, "state": self._states[min(trained - self._drawn, 0) - 1]}
+        turn, skip = self._turns(place.batches)
+        inside = self._began[:2] == (place.epoch, turn)  # not between two epochs
+        return {"turn": turn, "skip": skip, "began": self._began[2] if inside else self._state()}
+
+    def _state(self) -> Any:
+        return copy.deepcopy(self._stateful.state_dict()) if self.is_stateful else None
 
     def _begin(
         self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
     ) -> Iterator[Any]:
-        if self._resume is not None:
-            self._stateful.load_state_dict(self._resume["state"])
-        self._from, self._drawn = place, 0
-        self._states.clear()
-        self._states.append(self._stateful.state_dict())
-        try:
-            left = len(self) * (self._turn + 1) - place.batches
-        except TypeError:  # it does not say how long it is
-            left = sys.maxsize
-        return self._watched(derive_seed("order", *numbers), left)
+        if not self.is_stateful:
+            for wanted in (self.inner, self.sampler):
+                generator = getattr(wanted, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    generator.manual_seed(derive_seed("sampler", *numbers))
+        elif state is not None:
+            self._stateful.load_state_dict(state["began"])  # once more where an iterator was made before this one
+        self._began = place.epoch, numbers[-1], self._state()
+        skip = int(state["skip"]) if state is not None else 0
+        return self._drawn(derive_seed("order", *numbers), skip)
 
-    def _watched(self, seed: int, left: int) -> Iterator[Any]:
-        """As many batches as are left of the epoch, although workers draw ahead."""
+    def _drawn(self, seed: int, skip: int) -> Iterator[Any]:
         batches = drawn_apart(self.inner, seed)
-        for batch in itertools.islice(batches, left):
-            self._drawn += 1
-            state = self._stateful.state_dict()
-            if self._drawn == left:
+        try:
+            length = len(self)
+        except TypeError:  # it does not say how long it is
+            length = sys.maxsize
+        for number, batch in enumerate(itertools.islice(batches, length), start=1):
+            if number == length and self.is_stateful:
                 # Nobody asks for more than the last one, and many a sampler begins its next epoch behind its last
                 # `yield`; one that has another batch gets it back.
-                more = next(batches, _END) is not _END
-                if more:
+                state = self._state()
+                if next(batches, _END) is not _END:
                     self._stateful.load_state_dict(state)
-                else:
-                    state = self._stateful.state_dict()
-            self._states.append(state)
-            yield batch
+            if number > skip:
+                yield batch
 
 
 def drawn_apart(batches: Any, seed: int) -> Iterator[Any]:

@@ -1,24 +1,97 @@
-"""A loader over an order that can be continued: the same loader, whose batches come from elsewhere."""
+"""A loader over an order that can be continued: the same loader, whose batches come from elsewhere; and why not."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from fairlead_distributed.batch_order import Order
+from fairlead.findings import Inexact
+from fairlead_distributed.batch_order import Order, ReplayedOrder, ShardedOrder
+from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.sampler import ResumableDistributedSampler
+from fairlead_distributed.seeding import SeededSamples
+from fairlead_distributed.user_objects import is_stateful
 from fairlead_distributed.worker_seeds import SeededInWorkers
 
+# They depend on nothing but their generator, the epoch, and `weights` and `indices`.
+_KNOWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
-def default_sampler(sampler: Any, loader: DataLoader[Any]) -> dict[str, Any] | None:
-    """Whether this is a sampler that DataLoader makes by itself, and how it shuffles."""
-    if type(sampler) is SequentialSampler:
-        return {"shuffle": False}
-    if type(sampler) is not RandomSampler or sampler.replacement or sampler.num_samples != len(loader.dataset):  # type: ignore[arg-type]
+
+@dataclass(frozen=True)
+class Replicas:
+    """Which ranks take different batches: how many of them there are, and which this rank is."""
+
+    count: int
+    rank: int
+
+
+def sharded_order(
+    loader: DataLoader[Any], replicas: Callable[[], Replicas], seed: int, **arguments: Any
+) -> ShardedOrder | None:
+    """The order of a loader with one of torch's default samplers, divided over the ranks; None of any other.
+
+    A collective where it is one of these. A `ResumableDistributedSampler` or `DistributedSampler` of the user's says
+    itself how the ranks share the data.
+    """
+    batches: Any = loader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", None)
+    if type(batches) is not BatchSampler:
         return None
-    generator = sampler.generator
-    return {"shuffle": True, **({"seed": generator.initial_seed()} if generator is not None else {})}
+    if type(sampler) is ResumableDistributedSampler:
+        return ShardedOrder(batches, seed=sampler.seed, **arguments)
+    if type(sampler) is DistributedSampler:
+        shares, shuffle, drop_last = Replicas(sampler.num_replicas, sampler.rank), sampler.shuffle, sampler.drop_last
+        seed = sampler.seed
+    elif (shuffles := _shuffles(sampler, loader)) is not None:
+        shares, shuffle, drop_last = replicas(), shuffles, False
+        generator = sampler.generator if shuffle else None
+        seed = generator.initial_seed() if generator is not None else seed
+    else:
+        return None
+    seed = broadcast_object(seed)  # that of a generator, which ranks have seeded apart
+    tagged = isinstance(loader.dataset, SeededSamples)
+    parts = ResumableDistributedSampler(
+        loader.dataset, shares.count, shares.rank, shuffle, seed, drop_last, tag_epoch=tagged
+    )
+    return ShardedOrder(BatchSampler(parts, batches.batch_size, batches.drop_last), seed=seed, **arguments)
+
+
+def _shuffles(sampler: Any, loader: DataLoader[Any]) -> bool | None:
+    """Whether a sampler that DataLoader makes by itself shuffles; None: it is another one."""
+    if type(sampler) is SequentialSampler:
+        return False
+    length: int = len(loader.dataset)  # type: ignore[arg-type]
+    by_itself = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length
+    return True if by_itself else None
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """What decides about the batches: the sampler, or a batch sampler that is more than torch's around it."""
+    return loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+
+
+def set_in_training(sampler: Any) -> frozenset[str] | None:
+    """The attributes of a sampler that a training may set; None: all of them, it is none of torch's."""
+    return frozenset({"weights", "indices"}) if type(sampler) in _KNOWN else None
+
+
+def replayed_order(loader: DataLoader[Any], **arguments: Any) -> ReplayedOrder:
+    """The order of any other loader over an indexed dataset."""
+    batches: Any = loader.batch_sampler
+    return ReplayedOrder(batches, next(filter(is_stateful, (batches, loader.sampler)), None), **arguments)
 
 
 def over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
@@ -55,3 +128,87 @@ def order_of(loader: object) -> Order | None:
     """The order that a loader was put over."""
     batches = getattr(loader, "batch_sampler", None)
     return batches if isinstance(batches, Order) else None
+
+
+def is_ordered(loader: object) -> bool:
+    """Whether it makes batches of a dataset by index: its place can be counted, and gone back to."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
+
+
+def begins_anew(loader: Any) -> Inexact:
+    """Why a loader has no place to resume from."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset):
+        return Inexact(
+            f"the IterableDataset {type(dataset).__name__}",
+            why="a stream has no position to resume from: its epoch begins anew",
+            fix="torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, or a dataset with "
+            "__getitem__ and __len__",
+        )
+    if not isinstance(loader, DataLoader):
+        what, fix = f"the loader {type(loader).__name__}", "a torch.utils.data.DataLoader"
+    elif loader.batch_sampler is None:
+        what, fix = "a loader with batch_size=None", "let the loader make batches"
+    else:
+        what, fix = f"the {type(sampler_of(loader)).__name__} of a loader", "ResumableDistributedSampler"
+    why = "it has no position that could be saved: its epoch begins anew"
+    return Inexact(what, why=why, fix=f"{fix}, or a loader with state_dict and load_state_dict")
+
+
+def may_differ(loader: Any) -> Iterator[Inexact]:
+    """What of a loader with a position keeps its batches from being known to be the same."""
+    if is_stateful(loader):
+        yield from _trusted(loader)
+        return
+    own, name = sampler_of(loader), type(loader).__name__
+    kind = "sampler" if own is loader.sampler else "batch sampler"
+    if type(own) not in _KNOWN and not is_stateful(own) and not is_stateful(loader.sampler):
+        yield Inexact(
+            f"the {kind} {type(own).__name__}",
+            why="it has no state_dict; its batches are drawn again from a seed of the epoch, "
+            "which is exact only if they depend on nothing but that",
+            fix="give it state_dict and load_state_dict, or use ResumableDistributedSampler",
+            certain=False,
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        yield Inexact(
+            f"the __iter__ of {name}",
+            why="what it adds to that of DataLoader is unknown",
+            fix="give the loader state_dict and load_state_dict, or do it in the dataset or the sampler",
+        )
+    if not loader.in_order and loader.num_workers:
+        yield Inexact(
+            "a training loader with in_order=False",
+            why="the workers decide by their speed which batch comes next",
+            fix="leave in_order out",
+        )
+
+
+def _trusted(loader: Any) -> Iterator[Inexact]:
+    """Where nobody but `--prove-resume` knows whether a loader's own state leads back."""
+    if getattr(loader, "num_workers", 0):
+        yield Inexact(
+            f"the workers of a {type(loader).__name__}",
+            why="their random generators are not in its state; without random samples it is exact",
+            fix="draw from sample_rng(seed, epoch, index) of fairlead_distributed, or use a plain DataLoader",
+            certain=False,
+        )
+    dataset, module = getattr(loader, "dataset", None), type(loader).__module__
+    by_index = dataset is not None and not isinstance(dataset, IterableDataset) and not is_stateful(dataset)
+    sampler = getattr(loader, "sampler", None)
+    default = type(sampler) in (RandomSampler, SequentialSampler) or type(sampler).__module__.startswith(_TORCHDATA)
+    if not (by_index and default and module.startswith(_TORCHDATA)):
+        yield Inexact(
+            f"the state of a {type(loader).__name__}",
+            why="the loader saves and restores its place itself; what it leaves out, such as a shuffle buffer or a "
+            "generator, is not seen",
+            fix="fairlead fit JOB --prove-resume tries it",
+            certain=False,
+        )
+
+
+_TORCHDATA: Final = "torchdata.stateful_dataloader"

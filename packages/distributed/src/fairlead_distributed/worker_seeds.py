@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from fairlead_distributed import derive_seed
-from fairlead_distributed.attributes import Attributes
-from fairlead_distributed.plain_data import GENERATORS
+from fairlead_distributed.object_fingerprint import fingerprint
 from fairlead_distributed.rng import IsolatedGenerators, seed_cpu
-
-_WITHOUT_PARTS: Final = (str, bytes, int, float, torch.Tensor, np.ndarray, type)
 
 
 class EpochBatch(list[Any]):
@@ -44,7 +39,7 @@ class SeededInWorkers(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int, further: object = None) -> None:
         changed = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self.__dict__["_fairlead"] = (dataset, seed)
-        self.__dict__["_fairlead_watched"] = (changed, {"dataset": dataset, "collate_fn": further}, Attributes())
+        self.__dict__["_fairlead_watched"] = (changed, (dataset, further), {"batches": 0, "mark": None})
 
     @property
     def fairlead_changed(self) -> bool:
@@ -52,13 +47,12 @@ class SeededInWorkers(Dataset[Any]):
         return bool(self._fairlead_watched[0].item())
 
     def _look(self) -> None:
-        changed, parts, kept = self._fairlead_watched
-        if changed.item():
-            return
-        if not kept.watched:
-            for name, part in parts.items():
-                kept.watch(name, part)
-        elif kept.state():
+        """In a worker, behind a batch: the first one may open files; then behind more and more of them."""
+        changed, parts, seen = self._fairlead_watched
+        seen["batches"] += 1
+        if seen["batches"] == 1:
+            seen["mark"] = fingerprint(parts, {})
+        elif seen["batches"].bit_count() == 1 and fingerprint(parts, {}) != seen["mark"]:
             changed.fill_(1)
 
     def __getattr__(self, name: str) -> Any:
@@ -76,11 +70,15 @@ class SeededInWorkers(Dataset[Any]):
         return self._fairlead[0][index]
 
     def __getitems__(self, batch: Sequence[Any]) -> Any:
+        samples = self._samples(batch)
+        if get_worker_info() is not None:
+            self._look()
+        return samples
+
+    def _samples(self, batch: Sequence[Any]) -> Any:
         dataset, seed = self._fairlead
         epoch = getattr(batch, "epoch", None)
         at_once = getattr(dataset, "__getitems__", None)
-        if get_worker_info() is not None:
-            self._look()
         if epoch is None:
             return at_once(batch) if at_once else [dataset[index] for index in batch]
         with IsolatedGenerators(0) if get_worker_info() is None else nullcontext():
@@ -95,30 +93,3 @@ class SeededInWorkers(Dataset[Any]):
                 seed_cpu(derive_seed(*numbers))
                 samples.append(dataset[index])
             return samples
-
-
-def own_generators(thing: Any, depth: int = 3) -> dict[str, Any]:
-    """The generators that an object holds within so many levels, by the shortest path to each, as `transform.rng`."""
-    return dict(sorted((name, one) for name, one in held(thing, depth) if isinstance(one, GENERATORS)))
-
-
-def held(thing: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """What an object holds in attributes and containers, the nearest first, each thing once."""
-    seen, level = {id(thing)}, [("", thing)]
-    for _ in range(depth):
-        below = []
-        for name, holder in level:
-            for key, value in _parts(holder):
-                if id(value) not in seen and not isinstance(value, _WITHOUT_PARTS):
-                    seen.add(id(value))
-                    below.append((f"{name}.{key}".lstrip("."), value))
-        yield from below
-        level = below
-
-
-def _parts(thing: Any) -> list[tuple[str, Any]]:
-    if isinstance(thing, (list, tuple)):
-        return [(str(index), value) for index, value in enumerate(thing[:64])]
-    if isinstance(thing, dict):
-        return [(str(key), value) for key, value in list(thing.items())[:64]]
-    return list(vars(thing).items()) if hasattr(thing, "__dict__") and not isinstance(thing, ModuleType) else []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.findings import Inexact
@@ -16,24 +15,13 @@ from fairlead_distributed._sampling import derive_seed
 from fairlead_distributed._sharded import is_dtensor, is_fully_sharded
 from fairlead_distributed.batch_order import EpochPosition, ShardedOrder
 from fairlead_distributed.info import get_rank, get_world_size
-from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.ordered_loader import default_sampler, over
+from fairlead_distributed.ordered_loader import Replicas, begins_anew, is_ordered, may_differ, over, sharded_order
 from fairlead_distributed.plain_data import from_plain, to_plain
 from fairlead_distributed.rng import isolated_rng
 from fairlead_distributed.run.registry import Layout, Registry
-from fairlead_distributed.sampler import ResumableDistributedSampler
-from fairlead_distributed.seeding import SeededSamples
 from fairlead_distributed.user_objects import is_stateful
 
 Kind = Literal["ordered", "stateful", "anew"]
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Which ranks take different batches: how many of them there are, and which this rank is."""
-
-    count: int
-    rank: int
 
 
 def replicas_here(layout: Layout, registry: Registry) -> Replicas | None:
@@ -95,56 +83,28 @@ class Source:
         if loader is self._given:
             return
         self._given, self.inexact = loader, None
-        order = self._ordered(loader, seed, replicas)
+        order = None
+        if type(loader) is DataLoader and is_ordered(loader):
+            order = sharded_order(
+                loader,
+                lambda: _known(replicas),
+                seed,
+                place=lambda: EpochPosition(self.epoch, self.batches),
+                generator=torch.Generator(),
+                once=lambda: True,  # at its end the epoch is over, also where that is not noticed yet
+            )
         if order is not None:
+            self.replicas = Replicas(order.sampler.num_replicas, order.sampler.rank)
             self._ready, self._kind = over(loader, order, seed), "ordered"
         elif is_stateful(loader):
             self._ready, self._kind = loader, "stateful"
+            self.inexact = next(may_differ(loader), None)
         else:
             self._ready, self._kind = loader, "anew"
-            self.inexact = _inexact(loader)
+            self.inexact = begins_anew(loader)
         saved, self._saved = self._saved, None
         if saved is not None:
             self._load(saved)
-
-    def _ordered(self, loader: Any, seed: int, replicas: Replicas | None) -> ShardedOrder | None:
-        if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-            return None
-        batches: Any = loader.batch_sampler
-        if type(batches) is not BatchSampler:
-            return None
-        sampler: Any = batches.sampler
-        common: dict[str, Any] = {"place": lambda: EpochPosition(self.epoch, self.batches)}
-        common["generator"] = torch.Generator()
-        common["once"] = lambda: True  # at its end the epoch is over, also where that is not noticed yet
-        if type(sampler) is ResumableDistributedSampler:
-            self.replicas = Replicas(sampler.num_replicas, sampler.rank)
-            return ShardedOrder(batches, seed=sampler.seed, **common)
-        if type(sampler) is DistributedSampler:
-            self.replicas = Replicas(sampler.num_replicas, sampler.rank)
-            options = {name: getattr(sampler, name) for name in ("shuffle", "seed", "drop_last")}
-        elif (default := default_sampler(sampler, loader)) is not None:
-            if replicas is None:
-                raise ConfigError(
-                    "which ranks take the same batches is not known",
-                    where="Run.batches()",
-                    why="the model is split in more ways than over the data-parallel ranks",
-                    fix="DataLoader(..., sampler=ResumableDistributedSampler(dataset, num_replicas=..., rank=...))",
-                )
-            self.replicas = replicas
-            options = {"seed": seed, **default}
-        else:
-            return None
-        options["seed"] = broadcast_object(options["seed"])  # a generator that ranks have seeded apart
-        parts = ResumableDistributedSampler(
-            loader.dataset,
-            self.replicas.count,
-            self.replicas.rank,
-            tag_epoch=isinstance(loader.dataset, SeededSamples),
-            **options,
-        )
-        order = BatchSampler(parts, batches.batch_size, batches.drop_last)
-        return ShardedOrder(order, seed=options["seed"], **common)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         if saved["kind"] != self._kind:
@@ -240,21 +200,12 @@ class Source:
         return {**place, "kind": self._kind, "state": state}
 
 
-def _inexact(loader: Any) -> Inexact:
-    dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, IterableDataset):
-        return Inexact(
-            f"the IterableDataset {type(dataset).__name__}",
-            why="a stream has no position to resume from: its epoch begins anew",
-            fix="torchdata's StatefulDataLoader with state_dict and load_state_dict in the dataset, or a dataset with "
-            "__getitem__ and __len__",
+def _known(replicas: Replicas | None) -> Replicas:
+    if replicas is None:
+        raise ConfigError(
+            "which ranks take the same batches is not known",
+            where="Run.batches()",
+            why="the model is split in more ways than over the data-parallel ranks",
+            fix="DataLoader(..., sampler=ResumableDistributedSampler(dataset, num_replicas=..., rank=...))",
         )
-    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        own = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
-        return Inexact(f"the {type(own).__name__} of a loader", why=_NO_POSITION, fix=_SAMPLER)
-    return Inexact(f"the loader {type(loader).__name__}", why=_NO_POSITION, fix=_LOADER)
-
-
-_NO_POSITION: Final = "it has no position that could be saved: its epoch begins anew"
-_SAMPLER: Final = "ResumableDistributedSampler, or torchdata's StatefulDataLoader"
-_LOADER: Final = "give it state_dict and load_state_dict, or use a torch.utils.data.DataLoader"
+    return replicas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -56,11 +56,9 @@ def loop_reasons(registry: Registry) -> Iterator[Inexact]:
         )
 
 
-def write_record(
-    start: Path, settings: list[Inexact], state: list[Inexact], replayed: Sequence[str], world_size: int, job: str
-) -> None:
+def write_record(start: Path, settings: list[Inexact], state: list[Inexact], world_size: int, job: str) -> None:
     """Writes down, in the folder of this start, what was seen of settings, loaders and state; on rank 0."""
-    content = {**record(settings=settings, seen=state, world_size=world_size, job=job), "replayed": list(replayed)}
+    content = record(settings=settings, seen=state, world_size=world_size, job=job)
     try:
         start.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -69,9 +67,8 @@ def write_record(
     atomic_write(start / EXACTNESS_FILE, text.encode(), error=RunDirectoryError)
 
 
-def reasons_text(reasons: list[Inexact], replayed: Sequence[str] = ()) -> str | None:
-    """What to tell the user at a start; None where a resume is exact and goes on at once."""
-    lines = [f"a resume reads the batches of its epoch again, for {one}" for one in replayed]
-    if reasons:
-        lines = [f"resume is {verdict(reasons)}:", *(f"  {sentence(reason)}" for reason in reasons), *lines]
-    return "\n".join(lines) or None
+def reasons_text(reasons: list[Inexact]) -> str | None:
+    """What to tell the user at a start; None where a resume is exact."""
+    if not reasons:
+        return None
+    return "\n".join([f"resume is {verdict(reasons)}:", *(f"  {sentence(reason)}" for reason in reasons)])

@@ -24,9 +24,10 @@ from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.loader_workers import protect_workers
 from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.ordered_loader import Replicas
 from fairlead_distributed.plain_data import from_plain
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
-from fairlead_distributed.run.data import Replicas, Source, replicas_here
+from fairlead_distributed.run.data import Source, replicas_here
 from fairlead_distributed.run.exactness import loop_reasons, reasons_text, write_record
 from fairlead_distributed.run.loading import load_weights
 from fairlead_distributed.run.open_run import OpenRun, Stopped
@@ -670,9 +671,8 @@ class Run(OpenRun):
         seen = [one.inexact for one in self._sources.values() if one.inexact is not None]
         reasons = [*loop_reasons(self._registry), *seen, *self._seen]
         try:
-            write_record(
-                session.path / "starts" / str(session.start), [], reasons, [], get_world_size(), session.job_digest
-            )
+            start = session.path / "starts" / str(session.start)
+            write_record(start, [], reasons, get_world_size(), session.job_digest)
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=3)
         for reason in reasons:

@@ -28,7 +28,7 @@ from fairlead_lightning.resume.asked import AskedLoaders
 from fairlead_lightning.resume.configured import Configured, changed
 from fairlead_lightning.resume.loaders import Loaders
 from fairlead_lightning.resume.names import plain_names
-from fairlead_lightning.resume.users import Users, is_finder, only_once, with_plain_numbers
+from fairlead_lightning.resume.users import Users, only_once, with_plain_numbers
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions
 
 Where = Literal["between", "batch", "done", "cut"]
@@ -166,8 +166,8 @@ class ExactResume:
             self._configured.optimizers_made(trainer)
         if self._record is not None:
             self._users.watch(trainer, self._state)
-        if self._state is not None and any(map(is_finder, vars(trainer)["callbacks"])):
-            self._users.kept.restore(self._state.get("attributes", {}))  # the batch size, before loaders are made
+        if self._state is not None:
+            self._users.restore_before_loaders(self._state, same_ranks=self._same_ranks)
         self.reduce_in_order(trainer)
 
     def reduce_in_order(self, trainer: L.Trainer) -> None:
@@ -197,23 +197,22 @@ class ExactResume:
         if settings is None:
             settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
         state = [*self.loaders.reasons, *seen.state_reasons(trainer), *self._users.reasons()]
-        replayed = list(self.loaders.replayed.values())
         try:
             record = [*state, *self._changed]
-            write_record(self._record[0], list(settings), record, replayed, trainer.world_size, self._record[1])
+            write_record(self._record[0], list(settings), record, trainer.world_size, self._record[1])
             if self._configured is not None:
                 self._configured.write(self._record[0])
         except RunDirectoryError as error:
             warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
             return
-        text = reasons_text([*settings, *state] if self._session is not None else state, replayed)
+        text = reasons_text([*settings, *state] if self._session is not None else state)
         if text is not None and not said >= self._said:
             (self._say or trainer.print)(text)
 
     def _seen(self) -> frozenset[Any]:
         """What may have changed of the reasons since they were said."""
         assert self.loaders is not None
-        return frozenset({*self._users.reasons(), *self.loaders.reasons, *self.loaders.replayed.values(), None})
+        return frozenset({*self._users.reasons(), *self.loaders.reasons, None})
 
     def fit_ends(self, trainer: L.Trainer) -> None:
         """Nothing was left to train: what comes after the fit finds what it would have found."""

@@ -62,6 +62,12 @@ class Users:
         """For the checkpoint of this rank."""
         return {"attributes": self.kept.state(), "groups": list(self._added_groups())}
 
+    def restore_before_loaders(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
+        """What loaders keep, before they are made: workers begin with a copy. And what finders have found."""
+        finders = self._trainer is not None and any(map(is_finder, vars(self._trainer)["callbacks"]))
+        kept: Mapping[str, Any] = state.get("attributes", {})
+        self.kept.restore({k: v for k, v in kept.items() if (k.startswith("loader") and same_ranks) or finders})
+
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
         """Puts it back; what loaders keep belongs to a rank of as many."""
         kept: Mapping[str, Any] = state.get("attributes", {})

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from fairlead_distributed.batch_order import Order, StatefulOrder
+from fairlead_distributed.batch_order import Order, ReplayedOrder
 from fairlead_distributed.sampler import ResumableDistributedSampler
 from fairlead_lightning.verify.batches import digest, rows
 
@@ -189,7 +189,7 @@ def _keys(loader: Any, state: Generators) -> list[Any] | None:
     """What the sampler gives in an epoch, in order; None: it goes on where it was, or has no end."""
     batches, sampler = loader.batch_sampler, _sampler(loader)
     kept = [one for one in (batches, sampler) if hasattr(one, "state_dict")]
-    if isinstance(batches, StatefulOrder):
+    if isinstance(batches, ReplayedOrder) and batches.is_stateful:
         return None
     if not isinstance(batches, Order) and any(not isinstance(one, ResumableDistributedSampler) for one in kept):
         return None
