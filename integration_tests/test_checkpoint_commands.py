@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from fairlead import Run
 from fairlead.cli import main
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_checkpoint_io.commands import sources
@@ -261,6 +262,49 @@ def test_a_checkpoint_without_a_job(user: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="lacks a secret"):
         job_from_checkpoint("runs/job")
     assert job_from_checkpoint("runs/job", overrides=["model.args.api_key=x"]).model.args["api_key"] == "x"
+
+
+def sharded_run(rank: int, folder: Path, gather: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Run(folder / "runs/loop", model=model, optimizer=optimizer, gather=gather, environ={}) as run:
+        run.restore()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        run.step()
+    return {name: one.full_tensor().detach() for name, one in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["shards", "gathered"])
+def test_the_sharded_model_of_a_loop_is_exported_whole(
+    tmp_path: Path, gather: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the names of the model; the README says how a script loads them."""
+    weights = run_ranks(sharded_run, 2, tmp_path, gather)[0]
+    code = main(["checkpoint", "export", "runs/loop", "-o", "model"], environ={}, cwd=tmp_path)
+    assert code == 0, capsys.readouterr()
+    exported = load_file(tmp_path / "model/weights.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    card = (tmp_path / "model/README.md").read_text()
+    assert "Sequential" in card
+    assert "load_model(model," in card
+    assert "from_checkpoint" not in card
+
+
+def test_several_modules_of_a_loop_are_exported_behind_their_names(tmp_path: Path) -> None:
+    """Neither optimizers nor what else is registered is among them."""
+    net, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW([*net.parameters(), *head.parameters()])
+    with Run(tmp_path / "runs/loop", net=net, head=head, optimizer=optimizer, environ={}) as run:
+        run.restore()
+        run.step()
+    assert main(["checkpoint", "export", "runs/loop", "-o", "model"], environ={}, cwd=tmp_path) == 0
+    exported = load_file(tmp_path / "model/weights.safetensors")
+    assert sorted(exported) == ["head.bias", "head.weight", "net.bias", "net.weight"]
+    assert torch.equal(exported["head.weight"], head.weight)
 
 
 def test_export_needs_a_job(run: Callable[..., Call], user: Path) -> None:

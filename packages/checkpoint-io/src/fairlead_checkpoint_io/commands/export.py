@@ -65,9 +65,12 @@ def _metadata(source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
 def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], run: Path, weights: Path) -> str:
     """The text of README.md: what the model is, what it was trained on, with what, and lines that load it."""
     model, data = _spec(job.get("model")), _spec(job.get("data"))
+    by_script = "class" not in model  # a loop names its modules
+    if by_script and len(model) == 1:
+        model = _spec(*model.values())
     facts = [
         ("model", f"`{model.get('class', '?')}`"),
-        ("data", f"`{data.get('class', '?')}`" if data else "the model's own loaders"),
+        ("data", f"`{data.get('class', '?')}`" if data else "the script's" if by_script else "the model's own loaders"),
         ("step", metadata.get("step")),
         ("epochs", metadata.get("epoch")),
         ("ranks", metadata.get("world_size")),
@@ -78,7 +81,7 @@ def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], 
     lines = [
         "---",
         "library_name: fairlead",
-        "tags: [lightning, safetensors]",
+        "tags: [safetensors]",
         "---",
         "",
         f"# {name}",
@@ -92,15 +95,20 @@ def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], 
     if isinstance(metrics, Mapping) and metrics:
         lines += ["", "## Metrics", "", *_table(("metric", "value"), list(metrics.items()))]
     spec = yaml.dump({"model": job.get("model"), "data": job.get("data")}).rstrip()
-    lines += ["", "## Model", "", "```yaml", spec, "```", "", "## Load it", "", *_loading(name, model)]
+    lines += ["", "## Model", "", "```yaml", spec, "```", "", "## Load it", "", *_loading(name, model, by_script)]
     versions = _versions(run)
     if versions:
         lines += ["", "## Trained with", "", *_table(("package", "version"), versions)]
     return "\n".join(lines) + "\n"
 
 
-def _loading(name: str, model: Mapping[str, Any]) -> Iterator[str]:
+def _loading(name: str, model: Mapping[str, Any], by_script: bool) -> Iterator[str]:
     """Lines that run where the model's code can be imported and the folder is in the working directory."""
+    if by_script:
+        yield "In the script that makes the model, with the folder that holds this one as the working directory:"
+        yield from ("", "```python", "from safetensors.torch import load_model", "")
+        yield from (f'load_model(model, "{name}/weights.safetensors")', "```")
+        return
     yield "Where the model's code can be imported, with the folder that holds this one as the working directory:"
     yield from ("", "```python", "from fairlead import Trainer", "")
     yield f'trainer = Trainer.from_checkpoint("{name}")  # model, weights and data, as job.yaml describes them'

@@ -17,10 +17,11 @@ from fairlead_checkpoint_io.commands.sources import Source
 from fairlead_checkpoint_io.files.formats import REST
 from fairlead_checkpoint_io.files.layout import named
 from fairlead_checkpoint_io.files.reading import read_state
-from fairlead_checkpoint_io.files.shards import read_shards
+from fairlead_checkpoint_io.files.shards import Shards, read_shards
 from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 from fairlead_checkpoint_io.files.writing import write_state
+from fairlead_distributed.run.registry import MODEL, OTHERS, OWN
 from fairlead_distributed.whole import plain_name, plain_state
 from fairlead_runs.commit.files import disk_error
 
@@ -37,7 +38,18 @@ def read_any(source: Source, trust: Sequence[str] = ()) -> dict[str, Any]:
     Weights have the names of the module as it was written, whatever its parts were wrapped in.
     """
     state: dict[str, Any] = source.format.call(source.format.read, source.content, trust)
-    return _without_wrappers(state)
+    return _without_wrappers(_of_run(state) if OWN in state else state)
+
+
+def _of_run(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a `fairlead.Run`: the weights of one module by their own names, of several behind the module's."""
+    modules = state[OWN].get("modules", ())
+    weights = {f"{name}.{key}": value for name in modules if name in state for key, value in state[name].items()}
+    weights |= state.get(MODEL, {})
+    if len(modules) == 1:
+        weights = {name.removeprefix(f"{modules[0]}."): value for name, value in weights.items()}
+    others = {name: value for name, value in state.items() if name not in (*modules, MODEL)}
+    return {**others, _MODEL: weights, **_lightning_version()}
 
 
 def _without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +190,13 @@ def _doubt(where: str, why: str) -> CheckpointError:
 
 
 def read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
-    """A folder of torch.distributed.checkpoint, as Lightning's sharded strategies write it."""
+    """A folder of torch.distributed.checkpoint, as Lightning's sharded strategies or a `Run` write it."""
+    if (folder / OTHERS).is_file():
+        shards = Shards(folder)
+        paths = {name: path for name, path in shards.paths.items() if path[0] == MODEL}
+        values = shards.read_host(paths)
+        weights = {str(path[1]): values[name] for name, path in paths.items()}
+        return {**read_file(folder / OTHERS, trust), MODEL: weights}
     rest: dict[str, Any] = read_file(folder / REST, trust) if (folder / REST).is_file() else {**_lightning_version()}
     with allowed(trust, where="--trust"):
         state = read_shards(folder, rest, verify=False)

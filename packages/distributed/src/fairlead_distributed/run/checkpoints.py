@@ -21,7 +21,7 @@ from fairlead_distributed.rng import set_rng_state
 from fairlead_distributed.run.commits import Commit, Commits, Problem, dump, explained, raised_by, write_errors
 from fairlead_distributed.run.finite_check import finite_weights
 from fairlead_distributed.run.rank_files import load_part, rank_file, seed_anew
-from fairlead_distributed.run.registry import OWN, Layout, Registry, loading
+from fairlead_distributed.run.registry import MODEL, OPTIMIZERS, OTHERS, OWN, Layout, Registry, loading
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import Checkpoint, write_file
@@ -29,8 +29,6 @@ from fairlead_runs.commit.hashing import hash_file
 from fairlead_runs.commit.manifest import file_problem
 
 T = TypeVar("T")
-_OTHERS: Final = "others.pt"
-"""What of the shared state torch's distributed checkpoint does not take, in its folder."""
 _FIX: Final = "a smaller learning rate, clipped gradients, or other data; Run(finite=False) continues anyway"
 
 
@@ -95,7 +93,8 @@ class RunCheckpoints(Commits):
         names = [f"{name}.{weight}" for name, one in registry.modules().items() for weight in non_finite_weights(one)]
         finite = finite_weights(names, self.session, step, _FIX, ends=self._finite)
         sharded = self.layout != "replicated"
-        state: dict[str, Any] = {OWN: shared}
+        modules = [name for name in registry.names()["shared"] if name in registry.modules()]
+        state: dict[str, Any] = {OWN: {**shared, "modules": modules}}
 
         def rank_part() -> dict[str, Any]:
             state.update(registry.shared_state(sharded=sharded))  # on all: each has to know of an error
@@ -117,7 +116,7 @@ class RunCheckpoints(Commits):
 
     def _write_gathered(self, state: Mapping[str, Any], file: Path, commit: Commit) -> Problem:
         model, optimizers = self._split_state(full=True)
-        return self._write({**state, _MODEL: model, _OPTIMIZERS: optimizers}, file, commit)
+        return self._write({**state, MODEL: model, OPTIMIZERS: optimizers}, file, commit)
 
     def _write_shards(self, state: Mapping[str, Any], file: Path, commit: Commit) -> Problem:
         import torch.distributed.checkpoint as dcp  # takes half a second
@@ -126,11 +125,11 @@ class RunCheckpoints(Commits):
         try:
             model, optimizers = self._split_state(full=False)
             with _without_torchs_advice():
-                dcp.save({_MODEL: model, _OPTIMIZERS: optimizers}, checkpoint_id=file)
+                dcp.save({MODEL: model, OPTIMIZERS: optimizers}, checkpoint_id=file)
             mine = [file / ".metadata"] if self._rank == 0 else []
             hashes = {f"{file.name}/{one.name}": hash_file(one, sync=True) for one in [*mine, *self._shards(file)]}
             if self._rank == 0:
-                hashes[f"{file.name}/{_OTHERS}"] = write_file(file / _OTHERS, partial(dump, dict(state)))
+                hashes[f"{file.name}/{OTHERS}"] = write_file(file / OTHERS, partial(dump, dict(state)))
         except write_errors() as raised:
             error = explained(raised, file)
         found = gather_objects((hashes, error))
@@ -178,7 +177,7 @@ class RunCheckpoints(Commits):
             )
         with loading("the state of modules and optimizers", file):
             shared = self._load_shared(file, str(form))
-        registry.load_shared({name: one for name, one in shared.items() if name not in (_MODEL, _OPTIMIZERS)}, file)
+        registry.load_shared({name: one for name, one in shared.items() if name not in (MODEL, OPTIMIZERS)}, file)
         registry.load_rank(mine, file, same_ranks=same_ranks)
         return metadata, shared[OWN], mine, same_ranks
 
@@ -200,14 +199,14 @@ class RunCheckpoints(Commits):
         module = self._registry.model()
         if form == "gathered":
             shared = _shared(file)
-            model, states = shared[_MODEL], shared[_OPTIMIZERS]
+            model, states = shared[MODEL], shared[OPTIMIZERS]
         else:
-            shared = _shared(file / _OTHERS)
+            shared = _shared(file / OTHERS)
             model, states = get_state_dict(module, optimizers, options=options)
-            parts = {_MODEL: model, _OPTIMIZERS: states}
+            parts = {MODEL: model, OPTIMIZERS: states}
             with _without_torchs_advice():
                 dcp.load(parts, checkpoint_id=file)
-            model, states = parts[_MODEL], parts[_OPTIMIZERS]
+            model, states = parts[MODEL], parts[OPTIMIZERS]
         set_state_dict(module, optimizers, model_state_dict=model, optim_state_dict=states, options=options)
         return shared
 
@@ -249,10 +248,6 @@ class RunCheckpoints(Commits):
         if first is not None:
             raise first
         return found
-
-
-_MODEL: Final = "model (by names of the unsplit model)"
-_OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
 
 
 def number(name: str, value: Any) -> float:

@@ -26,6 +26,11 @@ from fairlead_distributed.whole import named_as, plain_state
 
 OWN: Final = "fairlead"
 """The key of the run's own entry in the shared state."""
+MODEL: Final = "model (by names of the unsplit model)"
+"""The key of the shared modules' state, where it is sharded or gathered."""
+OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
+OTHERS: Final = "others.pt"
+"""What of the shared state torch's distributed checkpoint does not take, in its folder."""
 
 Layout = Literal["replicated", "sharded", "stages"]
 """What the ranks hold of the registered modules: all the same; shards of it; or other modules, as of a pipeline."""
