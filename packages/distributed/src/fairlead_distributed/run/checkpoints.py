@@ -29,7 +29,7 @@ from fairlead_runs.commit.hashing import hash_file
 from fairlead_runs.commit.manifest import file_problem
 
 T = TypeVar("T")
-_OTHERS: Final = "others.pt"
+_OTHERS: Final = "meta.pt"
 """What of the shared state torch's distributed checkpoint does not take, in its folder."""
 _FIX: Final = "a smaller learning rate, clipped gradients, or other data; Run(finite=False) continues anyway"
 
