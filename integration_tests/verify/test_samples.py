@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.rng import seeded_states
 from fairlead_distributed.testing import run_ranks
 from fairlead_lightning import compat
-from fairlead_lightning.verify.samples import Reading, read_epochs, repeats, seeded, unlike_one_process
+from fairlead_lightning.verify.samples import Reading, read_epochs, repeats, unlike_one_process
 from integration_tests.verify.loaders import LOADERS, SPLIT_BY_THEMSELVES
 
 Readings = dict[str, list[Reading]]
@@ -55,7 +56,7 @@ def loader_of(kind: str, rank: int, ranks: int) -> Any:
 
 
 def read_all(rank: int, ranks: int) -> Readings:
-    states = [seeded(seed) for seed in (1, 2)]
+    states = [seeded_states(seed) for seed in (1, 2)]
     found = {}
     for kind in LOADERS:
         loader = loader_of(kind, rank, ranks)
@@ -78,7 +79,7 @@ def judged(ranks: list[Readings], kind: str) -> tuple[list[str], str]:
     def gather(own: list[Any]) -> list[list[Any]]:
         return [own, *([one.dataset for one in rank] for rank in readings)]
 
-    return unlike_one_process(readings, read_epochs(LOADERS[kind](), [seeded(3), seeded(4)], gather))
+    return unlike_one_process(readings, read_epochs(LOADERS[kind](), [seeded_states(3), seeded_states(4)], gather))
 
 
 def test_each_loader_is_tried() -> None:
@@ -147,7 +148,7 @@ def test_long_streams_that_overlap_are_found(step: int, found: bool) -> None:
 
 def test_data_that_repeat_are_known() -> None:
     def alone(loader: Any) -> list[Reading]:
-        return read_epochs(loader, [seeded(3), seeded(4)], lambda own: [own])
+        return read_epochs(loader, [seeded_states(3), seeded_states(4)], lambda own: [own])
 
     assert repeats(alone(LOADERS["weighted"]()))
     assert repeats(alone(DataLoader(range(4), 2, sampler=[0, 0, 1, 1])))  # type: ignore[arg-type]
@@ -159,13 +160,13 @@ def test_reading_changes_no_generator() -> None:
     torch.manual_seed(5)
     first = torch.rand(())
     torch.manual_seed(5)
-    read_epochs(LOADERS["weighted"](), [seeded(3), seeded(4)], lambda own: [own])
+    read_epochs(LOADERS["weighted"](), [seeded_states(3), seeded_states(4)], lambda own: [own])
     assert torch.rand(()) == first
 
 
 @pytest.mark.parametrize("loader", [[1, 2], iter([1])])
 def test_a_loader_that_is_no_dataloader_is_not_known(loader: Any) -> None:
-    (one,) = read_epochs({"a": _Loader(loader)}, [seeded(3), seeded(4)], lambda own: [own])
+    (one,) = read_epochs({"a": _Loader(loader)}, [seeded_states(3), seeded_states(4)], lambda own: [own])
     assert "is no DataLoader" in one.why
 
 

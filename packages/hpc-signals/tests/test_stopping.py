@@ -31,6 +31,7 @@ from fairlead_hpc_signals.outcomes import (
     start_wanted,
 )
 from fairlead_hpc_signals.stopping import PreemptionGuard
+from fairlead_runs.guard import Overdue
 
 PATIENCE = 60.0
 RUNNING = "JobId=17 JobState=RUNNING Reason=None Requeue=1 Restarts=0 EndTime=Unknown PreemptTime=None Partition=main"
@@ -247,7 +248,7 @@ def test_a_start_makes_no_requeuer(slurm: dict[str, str], monkeypatch: pytest.Mo
     made = []
     monkeypatch.setattr("fairlead_hpc_signals.stopping.requeuer_here", lambda environ: made.append(environ))
     guard = PreemptionGuard(environ=slurm, flags=SignalFlags()).start()
-    guard.when_overdue()
+    guard.when_overdue(Overdue())
     guard.close()
     assert made == []
 

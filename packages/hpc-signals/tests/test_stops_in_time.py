@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fairlead.facts import Job
 from fairlead_distributed import bind_listener, tcp_store
-from fairlead_hpc_signals import PreemptionGuard, StopPolicy
+from fairlead_hpc_signals import Overdue, PreemptionGuard, StopPolicy
 from fairlead_hpc_signals.deadline import Deadline
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome
@@ -176,7 +176,8 @@ def work(
     value = torch.zeros(1)
     with PreemptionGuard(environ=environ, policy=StopPolicy(grace_s=grace)) as guard:
         guard.start()
-        guard.when_overdue(requeuer, record=lambda plan: Path(folder, "record").write_text(str(plan.unsaved)))
+        record = Path(folder, "record")
+        guard.when_overdue(Overdue(lambda: requeuer, record=lambda plan: record.write_text(str(plan.unsaved))))
         step = 0
         while not guard.should_stop():
             dist.all_reduce(value)

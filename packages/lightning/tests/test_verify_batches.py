@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_lightning.verify.batches import NotOneBatchError, detached, digest, joined, pieces, shuffled
+from fairlead_lightning.verify.batches import NotOneBatchError, detached, digest, joined, shuffled
 
 
 class Pair(NamedTuple):
@@ -89,14 +89,3 @@ def test_a_copy_is_not_changed_by_the_training() -> None:
     names.append("b")
     assert copied["x"].tolist() == [0, 0]
     assert copied["names"] == ["a"]
-
-
-def test_a_batch_is_cut_as_a_pipeline_cuts_it() -> None:
-    cut = pieces(item(0, 4), 2)
-    assert cut is not None
-    assert [one.x.tolist() for one in cut] == [[0, 1], [2, 3]]
-    assert [one.names for one in cut] == [["n0", "n1"], ["n2", "n3"]]
-    assert pieces({"x": torch.zeros(4), "y": torch.zeros(2)}, 2) is None
-    assert pieces(torch.zeros(4), 3) is None
-    whole = item(0, 3)
-    assert pieces(whole, 1) == [whole]

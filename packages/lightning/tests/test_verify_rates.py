@@ -8,7 +8,8 @@ import lightning.pytorch as L
 import pytest
 import torch.distributed as dist
 
-from fairlead_lightning.verify.rates import Rates, alike, by_rule, shown, told_of
+from fairlead_lightning.verify.numbers import Rates
+from fairlead_lightning.verify.rates import alike, by_rule, shown, told_of
 
 ALONE: Rates = [[0.1, 0.2], [0.2, 0.2], [0.3, 0.2]]
 

@@ -155,6 +155,12 @@ def cpu_states() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
+def seeded_states(seed: int) -> tuple[Any, ...]:
+    """The states that a seed gives; those that there are stay."""
+    with isolated_rng(seed):
+        return cpu_states()
+
+
 def set_cpu_states(states: tuple[Any, ...]) -> None:
     """Puts back what `cpu_states` gave."""
     random.setstate(states[0])

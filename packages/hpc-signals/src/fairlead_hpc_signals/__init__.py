@@ -23,6 +23,7 @@ from fairlead_hpc_signals.script import ScriptRequeueConfig
 from fairlead_hpc_signals.slurm import SLURMRequeueConfig
 from fairlead_hpc_signals.stopping import PreemptionGuard
 from fairlead_hpc_signals.workers import OutliveStops
+from fairlead_runs.guard import Overdue
 
 __all__ = [
     "AgreementError",
@@ -35,6 +36,7 @@ __all__ = [
     "LSFRequeueConfig",
     "NoneRequeueConfig",
     "OutliveStops",
+    "Overdue",
     "PreemptionGuard",
     "SLURMRequeueConfig",
     "SchedulerRequeue",

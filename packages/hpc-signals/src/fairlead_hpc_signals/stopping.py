@@ -23,9 +23,9 @@ from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.shutdown import Shutdown
 from fairlead_hpc_signals.switches import SwitchFiles
 from fairlead_hpc_signals.waits import LongestWait
-from fairlead_hpc_signals.watch import Overdue, StopWatch, to_stderr
+from fairlead_hpc_signals.watch import StopWatch, to_stderr
 from fairlead_hpc_signals.workers import OutliveStops
-from fairlead_runs.waiting import Standing, own_standing
+from fairlead_runs.guard import Overdue
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -129,37 +129,15 @@ class PreemptionGuard:
         self._switches = SwitchFiles(run, record)
         self._start_switches()
 
-    def when_overdue(
-        self,
-        requeuer: Requeuer | None = None,
-        *,
-        budget: Callable[[StopReason], str | None] | None = None,
-        record: Callable[[StopOutcome], object] | None = None,
-        tell: Callable[[StopOutcome], object] | None = None,
-        progress: Callable[[], object] | None = None,
-        answers: bool = True,
-        at: Callable[[], str] | None = None,
-        standing: Callable[[], Standing] = own_standing,
-    ) -> None:
+    def when_overdue(self, overdue: Overdue) -> None:
         """What to do when a stop is not carried out in time; before this is called `requeuer_here()` requeues.
 
         This process is then ended where it is, from a thread, with the exit code of a stop; so is one whose main
         thread does not hear a second Ctrl-C, or (in no scheduler's job) that gets a second SIGTERM.
-
-        Args:
-            requeuer: Has the job started again; called on one rank.
-            budget: As in `save_and_requeue`.
-            record: Writes the history, on the rank that has the job started again, before it does.
-            tell: Tells the user how it ended, on that rank; None prints a line.
-            progress: Changes while the loop gets on, also between two calls of `should_stop`: a minute without a
-                change is then too late as well.
-            answers: Whether rank 0 says at once that the signal has come; False where somebody else does.
-            at: What the loop is at, as part of a sentence (`preparing its data`); None: `in its step`.
-            standing: Where the ranks are that the stop waits for; said once when nothing has changed for ten seconds.
         """
-        self._overdue = Overdue(lambda: requeuer, budget, record, tell, progress, answers, at, standing)
+        self._overdue = overdue
         if self._watch is not None:
-            self._watch.overdue = self._overdue
+            self._watch.overdue = overdue
 
     def lost(self, error: BaseException) -> bool:
         """Whether an error says no more than that another rank went away while all were asked to stop.

@@ -19,20 +19,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final, Literal, NoReturn, Protocol, TypeVar
 
 from fairlead.facts import StopReason
-from fairlead.interfaces import Requeuer
 from fairlead_hpc_signals.deadline import Deadline
 from fairlead_hpc_signals.decision import AgreementError, Asked, StopDecision
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, planned
 from fairlead_hpc_signals.question import Question
 from fairlead_hpc_signals.shutdown import OUTCOME, claim_requeue, requeued
+from fairlead_runs.guard import Overdue
 from fairlead_runs.mailbox import Mailbox, StoreMailbox
-from fairlead_runs.waiting import Standing, own_standing
+from fairlead_runs.waiting import own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was asked for
 _SAY_S: Final = 10.0  # without progress for so long, a person is told who is waited for; heartbeats say where before
@@ -78,31 +78,6 @@ def to_stderr(text: str) -> None:
     """Tells a person; where that cannot be written, the stop is more important."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """What a stop needs that its loop does not come to.
-
-    Args:
-        requeuer: Gives what has the job started again; called once that is wanted.
-        budget: Says why no other start is wanted after a reason, or None where one is.
-        record: Writes the history: before the job is requeued, on the rank that has it done.
-        tell: Tells the user, after it.
-        progress: Changes while the loop gets on, between two calls of `should_stop` too; None: nothing does that.
-        standing: Where the ranks are, asked for when nothing has changed for a while.
-        answers: Whether the user hears at once that the signal has come; else somebody else says it.
-        at: What the loop is at, as in `this rank is still preparing its data`; None: in its step.
-    """
-
-    requeuer: Callable[[], Requeuer | None]
-    budget: Callable[[StopReason], str | None] | None = None
-    record: Callable[[StopOutcome], object] | None = None
-    tell: Callable[[StopOutcome], object] | None = None
-    progress: Callable[[], object] | None = None
-    answers: bool = True
-    at: Callable[[], str] | None = None
-    standing: Callable[[], Standing] = own_standing
 
 
 class StopWatch:

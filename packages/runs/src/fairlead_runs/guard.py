@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
@@ -40,6 +41,32 @@ class StopSignals(Protocol):
         """The signals whose handler was replaced since, each with `signal` and `handler`."""
 
 
+@dataclass(frozen=True)
+class Overdue:
+    """What a stop needs that its loop does not come to in time; outcomes are `fairlead_hpc_signals.StopOutcome`s.
+
+    Args:
+        requeuer: Gives what has the job started again, on one rank; called once that is wanted.
+        budget: Says why no other start is wanted after a reason, or None where one is.
+        record: Writes the history: before the job is requeued, on the rank that has it done.
+        tell: Tells the user, after it, on that rank; None prints a line.
+        progress: Changes while the loop gets on, also between two calls of `should_stop`: a minute without a change is
+            then too late as well; None: nothing does that.
+        answers: Whether rank 0 says at once that the signal has come; False where somebody else does.
+        at: What the loop is at, as part of a sentence (`preparing its data`); None: `in its step`.
+        standing: Where the ranks are that the stop waits for; said once when nothing has changed for ten seconds.
+    """
+
+    requeuer: Callable[[], Requeuer | None] = lambda: None
+    budget: Callable[[Any], str | None] | None = None
+    record: Callable[[Any], object] | None = None
+    tell: Callable[[Any], object] | None = None
+    progress: Callable[[], object] | None = None
+    answers: bool = True
+    at: Callable[[], str] | None = None
+    standing: Callable[[], Standing] = own_standing
+
+
 class StopGuard(Protocol):
     """What an adapter to a loop needs of `fairlead_hpc_signals.PreemptionGuard`, which describes each part."""
 
@@ -69,18 +96,7 @@ class StopGuard(Protocol):
     def start(self) -> object:
         """Joins the other ranks; on all of them, when the process group is there."""
 
-    def when_overdue(
-        self,
-        requeuer: Requeuer | None = None,
-        *,
-        budget: Callable[[Any], str | None] | None = None,
-        record: Callable[[Any], object] | None = None,
-        tell: Callable[[Any], object] | None = None,
-        progress: Callable[[], object] | None = None,
-        answers: bool = True,
-        at: Callable[[], str] | None = None,
-        standing: Callable[[], Standing] = own_standing,
-    ) -> None:
+    def when_overdue(self, overdue: Overdue) -> None:
         """What to do when a stop is not carried out in time."""
 
     def lost(self, error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from fairlead_checkpoint_io.files.shards import Shards, read_shards
 from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 from fairlead_checkpoint_io.files.writing import write_state
-from fairlead_distributed.run.registry import MODEL, OTHERS, OWN
+from fairlead_distributed.run.registry import MODEL, OWN
 from fairlead_distributed.whole import plain_name, plain_state
 from fairlead_runs.commit.files import disk_error
 
@@ -191,13 +191,12 @@ def _doubt(where: str, why: str) -> CheckpointError:
 
 def read_distributed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
     """A folder of torch.distributed.checkpoint, as Lightning's sharded strategies or a `Run` write it."""
-    if (folder / OTHERS).is_file():
+    rest: dict[str, Any] = read_file(folder / REST, trust) if (folder / REST).is_file() else {**_lightning_version()}
+    if OWN in rest:
         shards = Shards(folder)
         paths = {name: path for name, path in shards.paths.items() if path[0] == MODEL}
         values = shards.read_host(paths)
-        weights = {str(path[1]): values[name] for name, path in paths.items()}
-        return {**read_file(folder / OTHERS, trust), MODEL: weights}
-    rest: dict[str, Any] = read_file(folder / REST, trust) if (folder / REST).is_file() else {**_lightning_version()}
+        return {**rest, MODEL: {str(path[1]): values[name] for name, path in paths.items()}}
     with allowed(trust, where="--trust"):
         state = read_shards(folder, rest, verify=False)
     if not state[_MODEL]:

@@ -18,7 +18,7 @@ from fairlead_launch.reports import REPORT_FD, send_report
 from fairlead_runs import Beat, count_starts, read_history, refusal
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import newest_complete
-from fairlead_runs.guard import StopGuard
+from fairlead_runs.guard import Overdue, StopGuard
 from fairlead_runs.heartbeat import place_of_thread
 from fairlead_runs.waiting import Standing, grouped, listed, own_standing, ranks_text, waiting, waits_there
 
@@ -119,8 +119,8 @@ class Ending(ABC):
                 return self.session.phase, place if self.session.phase == "first-batch" else ""
             return self.batches_done()
 
-        self.guard.when_overdue(
-            self._requeuer,
+        overdue = Overdue(
+            lambda: self._requeuer,
             budget=self._budget,
             record=self._record_late,
             tell=self._tell,
@@ -129,6 +129,7 @@ class Ending(ABC):
             at=lambda: _at(self.session.phase),
             standing=self._standing,
         )
+        self.guard.when_overdue(overdue)
 
     def agreed(self) -> None:
         """All ranks have agreed to stop here, which is recorded."""

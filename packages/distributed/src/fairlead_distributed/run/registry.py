@@ -29,7 +29,7 @@ OWN: Final = "fairlead"
 MODEL: Final = "model (by names of the unsplit model)"
 """The key of the shared modules' state, where it is sharded or gathered."""
 OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
-OTHERS: Final = "others.pt"
+OTHERS: Final = "meta.pt"
 """What of the shared state torch's distributed checkpoint does not take, in its folder."""
 
 Layout = Literal["replicated", "sharded", "stages"]

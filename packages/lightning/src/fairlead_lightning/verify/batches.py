@@ -80,34 +80,8 @@ def shuffled(batch: Any, generator: torch.Generator) -> Any:
         >>> sorted(shuffled(torch.arange(4), torch.Generator().manual_seed(0)).tolist())
         [0, 1, 2, 3]
     """
-    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors(batch) if tensor.ndim}
-    if len(sizes) != 1 or not all(tensor.layout == torch.strided for tensor in tensors(batch)):
-        return None
-    size = sizes.pop()
-    order = torch.randperm(size, generator=generator)
-
-    def reordered(value: Any) -> Any:
-        fits = isinstance(value, list) and len(value) == size and not any(map(_holds_tensors, value))
-        return [value[i] for i in order.tolist()] if fits else value
-
-    return _mapped(batch, lambda tensor: tensor[order] if tensor.ndim else tensor, reordered)
-
-
-def pieces(batch: Any, count: int) -> list[Any] | None:
-    """Equal parts of its samples, in their order; None where the tensors have no first dimension that allows it.
-
-    Example:
-        >>> [one.tolist() for one in pieces(torch.arange(4), 2)]
-        [[0, 1], [2, 3]]
-    """
-    if count == 1:
-        return [batch]
-    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors(batch) if tensor.ndim}
-    size = sizes.pop() if len(sizes) == 1 else 0
-    if not size or size % count:
-        return None
-    rows = [slice(start, start + size // count) for start in range(0, size, size // count)]
-    return [_taken(batch, size, part) for part in rows]
+    size = _samples(batch)
+    return None if size is None else _taken(batch, size, torch.randperm(size, generator=generator).tolist())
 
 
 def rows(batch: Any) -> list[Any]:
@@ -117,19 +91,27 @@ def rows(batch: Any) -> list[Any]:
         >>> [one.tolist() for one in rows(torch.arange(2))]
         [[0], [1]]
     """
-    sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
-    if len(sizes) != 1 or not all(tensor.layout == torch.strided for tensor in tensors(batch)):
-        return [batch]
-    size = sizes.pop()
-    return [_taken(batch, size, slice(at, at + 1)) for at in range(size)]
+    size = _samples(batch)
+    return [batch] if size is None else [_taken(batch, size, [at]) for at in range(size)]
 
 
-def _taken(batch: Any, size: int, rows: slice) -> Any:
+def _samples(batch: Any) -> int | None:
+    """How many there are: the first dimension, where all tensors have it in common."""
+    found = list(tensors(batch))
+    sizes = {tensor.shape[0] for tensor in found if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 and all(tensor.layout == torch.strided for tensor in found) else None
+
+
+def _taken(batch: Any, size: int, numbers: Sequence[int]) -> Any:
+    """Some of its samples, in this order; what has no sample in each place stays."""
+
     def of_other(value: Any) -> Any:
         fits = isinstance(value, list) and len(value) == size and not any(map(_holds_tensors, value))
-        return value[rows] if fits else value
+        return [value[number] for number in numbers] if fits else value
 
-    return _mapped(batch, lambda tensor: tensor[rows] if tensor.ndim else tensor, of_other)
+    return _mapped(
+        batch, lambda tensor: tensor[torch.tensor(list(numbers), dtype=torch.long)] if tensor.ndim else tensor, of_other
+    )
 
 
 def digest(batch: Any) -> str:

@@ -18,7 +18,8 @@ from fairlead_lightning.verify.neutral import flat
 from fairlead_lightning.verify.noise import BOUND, EPSILON, resolved
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.numbers import Tensors, distance, norm, wide
-from fairlead_lightning.verify.reference import References, Trained
+from fairlead_lightning.verify.probe import Trained
+from fairlead_lightning.verify.reference import References
 from fairlead_lightning.verify.samples import other_datasets, read_twice, repeats, unlike_one_process
 
 MULTIPLE: Final = 10

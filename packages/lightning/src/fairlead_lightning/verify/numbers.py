@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+Rates = list[list[float]]
+"""Learning rates of each step of an optimizer, of each of its groups."""
 
 
 def wide(tensor: Tensor) -> Tensor:

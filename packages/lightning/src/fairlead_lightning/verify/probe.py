@@ -9,6 +9,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as L
@@ -19,37 +20,59 @@ from torch.optim import Optimizer
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.objects import gather_objects
+from fairlead_distributed.rng import cpu_states
 from fairlead_distributed.whole import placements, plain_name, whole_buffers, whole_gradients, whole_parameters
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
 from fairlead_lightning.verify.clipping import measured, told
 from fairlead_lightning.verify.held import optimizer_state, rates
 from fairlead_lightning.verify.neutral import local_batch_norms, local_statistics, without_dropout, without_ends
-from fairlead_lightning.verify.numbers import Tensors, bytes_of
+from fairlead_lightning.verify.numbers import Rates, Tensors, bytes_of, norm
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
-from fairlead_lightning.verify.samples import Generators, Reading, generators, read_epochs
+from fairlead_lightning.verify.samples import Generators, Reading, read_epochs
 
 
-class Probe(L.Callback):
-    """Notes what a training does to the model, whole and by the names of the unsplit model.
+@dataclass
+class Trained:
+    """What a training did to the model, whole and by the names of the unsplit model.
 
     Attributes:
         gradients: Those of the first step of each optimizer: complete, behind all hooks, and not clipped.
         applied: The same gradients as the optimizer gets them; in one process without those that it does not have.
+        losses: Of each batch; of a reference of each step.
         first: The weights after the first step.
+        weights: Those at the end.
+        buffers: Those at the end.
         state: What the optimizers hold at the end; None where they cannot be asked.
         rates: The learning rates of each step.
     """
 
+    gradients: Tensors = field(default_factory=dict)
+    applied: Tensors = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    first: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    state: Tensors | None = None
+    rates: Rates = field(default_factory=list)
+
+    @property
+    def norm(self) -> float:
+        """The norm of the first step's gradients that optimizers have, before clipping."""
+        every = [one for name, one in self.gradients.items() if not self.applied or name in self.applied]
+        return math.sqrt(sum(norm(one) ** 2 for one in every))
+
+
+class Probe(L.Callback):
+    """Notes what a training does to the model.
+
+    Attributes:
+        seen: What it has noted.
+        dropouts: How many rates of dropout were set to 0.
+    """
+
     def __init__(self) -> None:
-        self.gradients: Tensors = {}
-        self.applied: Tensors = {}
-        self.losses: list[float] = []
-        self.first: Tensors = {}
-        self.weights: Tensors = {}
-        self.buffers: Tensors = {}
-        self.state: Tensors | None = {}
-        self.rates: list[list[float]] = []
+        self.seen = Trained()
         self.dropouts = 0
         self._optimizers: list[Any] = []
         self._stepped: list[Any] = []
@@ -111,21 +134,21 @@ class Probe(L.Callback):
         if any(plain is one for one in self._optimizers):
             return
         self._optimizers.append(plain)
-        self.gradients.update(_gradients_of(trainer, module, plain))
+        self.seen.gradients.update(_gradients_of(trainer, module, plain))
         self.first_step(trainer, plain)
 
     def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         """A step is about to be made."""
         if _clips_within_step(trainer.strategy):
-            self.rates.append(rates(optimizer))
+            self.seen.rates.append(rates(optimizer))
             return
         self._complete(trainer, module, optimizer)  # a manual step that Lightning does not see
-        self.rates.append(rates(optimizer))
+        self.seen.rates.append(rates(optimizer))
         if not any(optimizer is one for one in self._stepped):
             self._stepped.append(optimizer)
             found = _gradients_of(trainer, module, optimizer)
             # Flat parameters of a layout have names of their own; one process says which it has.
-            self.applied.update(_of_optimizer(found, module, optimizer) if trainer.world_size == 1 else found)
+            self.seen.applied.update(_of_optimizer(found, module, optimizer) if trainer.world_size == 1 else found)
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
         """The first step of an optimizer is about to be made."""
@@ -133,15 +156,15 @@ class Probe(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """What `training_step` has returned, divided by the batches of a step where gradients are accumulated."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.losses.append(float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else math.nan)
-        if self._optimizers and not self.first:
-            self.first = _asked(trainer, "whole_parameters")
+        self.seen.losses.append(float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else math.nan)
+        if self._optimizers and not self.seen.first:
+            self.seen.first = _asked(trainer, "whole_parameters")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps are made."""
-        self.weights = _asked(trainer, "whole_parameters")
-        self.buffers = whole_buffers(pl_module)
-        self.state = optimizer_state(trainer, pl_module)
+        self.seen.weights = _asked(trainer, "whole_parameters")
+        self.seen.buffers = whole_buffers(pl_module)
+        self.seen.state = optimizer_state(trainer, pl_module)
         for handle in self._handles:
             handle.remove()
         vars(pl_module).pop("on_before_optimizer_step", None)
@@ -176,7 +199,7 @@ class ReferenceProbe(Probe):
 
     def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         """The schedule goes on; its rates are replaced in each step."""
-        number = len(self.rates)
+        number = len(self.seen.rates)
         if number < len(self._given):
             for group, rate in zip(optimizer.param_groups, self._given[number], strict=True):
                 if isinstance(group["lr"], Tensor):
@@ -232,7 +255,7 @@ class LayoutProbe(Probe):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The first sample has not been drawn: an epoch that begins with these generators is that of the training."""
         if self._at_first is None:
-            self._at_first = generators()
+            self._at_first = cpu_states()
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0's weights are those that the reference begins with."""
@@ -271,7 +294,7 @@ class LayoutProbe(Probe):
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
         """The norm by which gradients are clipped."""
         self._said["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
-        self._said |= measured(trainer, optimizer, self.gradients)
+        self._said |= measured(trainer, optimizer, self.seen.gradients)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
         """A strategy that clips by itself says behind the first step by which norm."""
@@ -285,12 +308,8 @@ class LayoutProbe(Probe):
         for name in ("batch_to_device", "setup"):  # the wrappers, which are this object's alone
             delattr(trainer.strategy, name)
         noted = {
-            "gradients": self.gradients,
-            "applied": self.applied,
-            "first": self.first,
-            "state": self.state if self.state is not None else {},
-            "weights": self.weights,
-            "buffers": self.buffers,
+            "state": self.seen.state or {},
+            **{name: getattr(self.seen, name) for name in ("gradients", "applied", "first", "weights", "buffers")},
         }
         for name, found in noted.items():
             self._others[name] = _unlike_rank_0(found)
@@ -300,13 +319,13 @@ class LayoutProbe(Probe):
             "place": _place(pl_module),
             "replica": index,
             "replicas": count,
-            "losses": self.losses,
-            "digests": self._digests[: len(self.losses)],
+            "losses": self.seen.losses,
+            "digests": self._digests[: len(self.seen.losses)],
             "dropouts": self.dropouts,
             "others": self._others,
             "unlike": self._unlike,
-            "rates": self.rates,
-            "knows_state": self.state is not None,
+            "rates": self.seen.rates,
+            "knows_state": self.seen.state is not None,
             "knows_applied": not _clips_within_step(trainer.strategy),
             "read": self._read(trainer),
             "attentions": max((int(one.calls) for one in self._contexts), default=0),
@@ -317,12 +336,12 @@ class LayoutProbe(Probe):
         torch.save(notes, folder / rank_file(trainer.global_rank))
         if self._batches:
             # A loader may be asked for a batch that is not trained on any more.
-            torch.save(self._batches[: len(self.losses)], folder / batches_file(index))
+            torch.save(self._batches[: len(self.seen.losses)], folder / batches_file(index))
 
     def _read(self, trainer: L.Trainer) -> list[Reading]:
         """What this rank reads in an epoch."""
-        first = self._at_first if self._at_first is not None else generators()
-        return read_epochs(trainer.train_dataloader, (first, generators()), gather_objects)
+        first = self._at_first if self._at_first is not None else cpu_states()
+        return read_epochs(trainer.train_dataloader, (first, cpu_states()), gather_objects)
 
 
 def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:

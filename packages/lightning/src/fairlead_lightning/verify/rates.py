@@ -17,9 +17,7 @@ import lightning.pytorch as L
 import torch.distributed as dist
 
 from fairlead_lightning.verify.notes import Notes
-
-Rates = list[list[float]]
-"""Of each step of an optimizer, of each of its groups."""
+from fairlead_lightning.verify.numbers import Rates
 
 _CLOSE: Final = 1e-6
 

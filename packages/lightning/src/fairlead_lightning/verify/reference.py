@@ -15,14 +15,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from fairlead.errors import ConfigError, FairleadError
-from fairlead_lightning.verify.batches import NotOneBatchError, joined, pieces, shuffled
+from fairlead_distributed.parallel.pipeline.micro_batches import cut
+from fairlead_distributed.rng import seeded_states
+from fairlead_lightning.verify.batches import NotOneBatchError, joined, shuffled
 from fairlead_lightning.verify.fits import CLOSE, fitted
 from fairlead_lightning.verify.noise import require_little_noise
 from fairlead_lightning.verify.notes import Notes
-from fairlead_lightning.verify.numbers import Tensors, dot, identical, norm, wide
-from fairlead_lightning.verify.probe import ReferenceProbe
-from fairlead_lightning.verify.rates import Rates, alike, by_rule, comparable, shown, told_of
-from fairlead_lightning.verify.samples import Reading, read_epochs, seeded
+from fairlead_lightning.verify.numbers import Rates, Tensors, dot, identical, wide
+from fairlead_lightning.verify.probe import ReferenceProbe, Trained
+from fairlead_lightning.verify.rates import alike, by_rule, comparable, shown, told_of
+from fairlead_lightning.verify.samples import Reading, read_epochs
 from fairlead_lightning.verify.stand_in import Batches, GlobalBatch, OtherSeeds, PartByPart, stand_in, threads
 
 _SEED = 20_231
@@ -41,26 +43,6 @@ class Build(Protocol):
 
     def trainer(self, precision: str, accumulate: int, steps: int, callbacks: Sequence[L.Callback]) -> L.Trainer:
         """A Trainer for one process with the job's settings."""
-
-
-@dataclass
-class Trained:
-    """What one training in one process did; see `Probe`."""
-
-    gradients: Tensors
-    losses: list[float]
-    weights: Tensors
-    applied: Tensors = field(default_factory=dict)
-    first: Tensors = field(default_factory=dict)
-    state: Tensors | None = None
-    buffers: Tensors = field(default_factory=dict)
-    rates: Rates = field(default_factory=list)
-
-    @property
-    def norm(self) -> float:
-        """The norm of the first step's gradients that optimizers have, before clipping."""
-        every = [one for name, one in self.gradients.items() if not self.applied or name in self.applied]
-        return math.sqrt(sum(norm(one) ** 2 for one in every))
 
 
 @dataclass
@@ -206,7 +188,7 @@ class Reference:
             found = {}
             for replica, batches in enumerate(self._notes.batches):
                 for number in range(min(self._notes.accumulate, len(batches))):
-                    for at, piece in enumerate(pieces(batches[number], count) or ()):
+                    for at, piece in enumerate(_micro_batches(batches[number], count)):
                         trained = self._train([[piece]], "64-true", steps=1, accumulate=1)
                         found[number, replica, at] = trained.gradients
             self._parts[count] = found
@@ -330,17 +312,9 @@ class Reference:
                 trainer.fit(model, train_dataloaders=Batches(batches, notes.said("length")))
             else:
                 trainer.fit(model, datamodule=data)
-        sums = [sum(probe.losses[i : i + count]) for i in range(0, len(probe.losses), count)]
-        return Trained(
-            probe.gradients,
-            sums,
-            probe.weights,
-            probe.applied,
-            probe.first,
-            probe.state,
-            probe.buffers,
-            probe.rates,
-        )
+        seen = probe.seen
+        seen.losses = [sum(seen.losses[i : i + count]) for i in range(0, len(seen.losses), count)]
+        return seen
 
     def _replace_loader(self, model: Any, data: Any, batches: Sequence[GlobalBatch]) -> None:
         """The user's own is made as always, and gives the noted batches."""
@@ -380,8 +354,16 @@ class Reference:
         def gather(own: list[Any]) -> list[list[Any]]:
             return [own, *([one.dataset for one in rank] for rank in layout)]
 
-        self._read = read_epochs(self._loader, [seeded(seed) for seed in (_SEED, _SEED + 1)], gather)
+        self._read = read_epochs(self._loader, [seeded_states(seed) for seed in (_SEED, _SEED + 1)], gather)
         return self._read
+
+
+def _micro_batches(batch: Any, count: int) -> list[Any]:
+    """As a pipeline has cut it; none of them where it cannot be cut so."""
+    try:
+        return cut(batch, count)
+    except ConfigError:
+        return []
 
 
 def _told(configure: Callable[[], Any], ranks: int) -> Callable[[], Any]:

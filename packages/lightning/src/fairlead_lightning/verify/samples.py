@@ -9,7 +9,6 @@ again (a sampler with replacement), or what a second pass gives in part only (a 
 from __future__ import annotations
 
 import operator
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -17,14 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, Final
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from fairlead_distributed.batch_order import Order, ReplayedOrder
+from fairlead_distributed.rng import isolated_rng, seed_cpu, set_cpu_states
 from fairlead_distributed.sampler import ResumableDistributedSampler
 from fairlead_lightning.verify.batches import digest, rows
 
@@ -38,8 +36,8 @@ _SECONDS: Final = 10.0
 """How long it reads them at most."""
 _SPLIT: Final = "take every n-th sample by global rank, or use split_dataset_by_node or a sampler"
 
-Generators = tuple[Any, Any, Any]
-"""The states of torch's, Python's and numpy's generators."""
+Generators = tuple[Any, ...]
+"""The states of the global generators, as `fairlead_distributed.rng.cpu_states` gives them."""
 Passes = Sequence[Sequence[Hashable]]
 """What was drawn in an epoch, in order, twice."""
 
@@ -87,41 +85,11 @@ def read_epochs(loaders: Any, states: Sequence[Generators], gather: Callable[[An
         gather: Gives what all have that are compared, by a collective.
     """
     flat = list(loaders.flattened) if isinstance(loaders, CombinedLoader) else tree_leaves(loaders)
-    before = generators()
-    try:
+    with isolated_rng():
         own = [_probe(one) for one in flat]
         every = gather([one.dataset for one in own])
         same = [all(other[i : i + 1] == every[0][i : i + 1] for other in every) for i in range(len(own))]
         return [_drawn(loader, one, states, same[i]) for i, (loader, one) in enumerate(zip(flat, own, strict=True))]
-    finally:
-        set_generators(before)
-
-
-def generators() -> Generators:
-    """The states of the global generators."""
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def set_generators(states: Generators) -> None:
-    """Puts them back."""
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
-
-
-def seeded(seed: int) -> Generators:
-    """The states that a seed gives; those that there were stay."""
-    before = generators()
-    _seed(seed)
-    found = generators()
-    set_generators(before)
-    return found
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def _dataset(loader: Any) -> Any:
@@ -163,7 +131,7 @@ def _probe(loader: Any) -> Reading:
 
 
 def _fingerprint(dataset: Any, at: Any, seed: int) -> str:
-    _seed(seed)
+    seed_cpu(seed)
     return digest(dataset[at])
 
 
@@ -193,7 +161,7 @@ def _keys(loader: Any, state: Generators) -> list[Any] | None:
         return None
     if not isinstance(batches, Order) and any(not isinstance(one, ResumableDistributedSampler) for one in kept):
         return None
-    set_generators(state)
+    set_cpu_states(state)
     plain = batches is None or type(batches) is BatchSampler  # whose last batch does not matter
     drawn = iter(sampler) if plain else chain.from_iterable(batches)
     found = list(islice(drawn, _PLACES + 1))
@@ -231,7 +199,7 @@ def _streamed(loader: Any, found: Reading, states: Sequence[Generators]) -> Read
     dataset, began = _dataset(loader), time.monotonic()
     passes: list[list[Hashable]] = []
     for state in states:
-        set_generators(state)
+        set_cpu_states(state)
         samples: list[Hashable] = []
         for sample in dataset:
             samples.append(digest(sample))
