@@ -458,3 +458,16 @@ def test_what_has_changed_once_is_kept_also_as_it_was_first() -> None:
     kept.state()
     first.steps = before
     assert kept.state()["callback"] == [(("steps",), ("value", before))]
+
+
+def test_a_state_stays_what_it_is_when_it_was_put_back() -> None:
+    """It may be put back once more: for the loaders, and where the training goes on."""
+    first, second, kept, again = Keeper(), Keeper(), Attributes(), Attributes()
+    kept.watch("model", first)
+    again.watch("model", second)
+    first.step()
+    state = kept.state()
+    for _ in range(2):
+        again.restore(state)
+        assert torch.equal(second.hidden, torch.full((2,), 1.0))  # type: ignore[arg-type]
+        second.hidden.zero_()  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import inspect
 from collections import deque
@@ -157,7 +158,7 @@ class Attributes:
                 for part in path[:-1]:
                     owner = _attributes(owner)[part]
                 now: Any = _attributes(owner).get(path[-1])
-                kind, plain = saved
+                kind, plain = copy.deepcopy(saved)  # what holds it now may change it
                 if kind == "state":
                     now.load_state_dict(from_plain(plain))
                 elif (kept := put_back(now, from_plain(plain))) is not now or kept is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -21,11 +22,7 @@ _SEEDED_BELOW = 2**32
 def loop_reasons(registry: Registry) -> Iterator[Inexact]:
     """What of a custom training loop keeps a resume from being exact, or may."""
     if torch.initial_seed() >= _SEEDED_BELOW:
-        yield Inexact(
-            "the script's random numbers",
-            why="nothing has seeded them: a start before the first checkpoint begins with other weights",
-            fix="torch.manual_seed(1) as the script's first line",
-        )
+        yield unseeded("torch.manual_seed(1)")
     modules, optimizers = registry.modules(), registry.optimizers()
     if modules and not optimizers:
         yield Inexact(
@@ -43,32 +40,61 @@ def loop_reasons(registry: Registry) -> Iterator[Inexact]:
                 fix="register their module: Run(..., head=head)",
             )
     if any(one.device.type == "cuda" for module in modules.values() for one in module.parameters()):
-        asked = torch.are_deterministic_algorithms_enabled()
-        warns = "warn" if asked and torch.is_deterministic_algorithms_warn_only_enabled() else asked
-        yield from inexact_kernels(
-            warns,
-            torch.backends.cudnn.benchmark,
+        yield from kernel_reasons(
             lambda name, value: (
                 f"torch.use_deterministic_algorithms({value})"
                 if name == "deterministic"
                 else f"torch.backends.cudnn.benchmark = {value}"
-            ),
+            )
         )
 
 
-def write_record(start: Path, settings: list[Inexact], state: list[Inexact], world_size: int, job: str) -> None:
-    """Writes down, in the folder of this start, what was seen of settings, loaders and state; on rank 0."""
-    content = record(settings=settings, seen=state, world_size=world_size, job=job)
-    try:
-        start.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunDirectoryError("cannot write what was seen", where=str(start), why=error.strerror) from error
-    text = json.dumps(content, indent=1) + "\n"
-    atomic_write(start / EXACTNESS_FILE, text.encode(), error=RunDirectoryError)
+def unseeded(line: str) -> Inexact:
+    """That of a script which seeds nothing; `line` would do so."""
+    return Inexact(
+        "the script's random numbers",
+        why="nothing has seeded them: a start before the first checkpoint begins with other weights",
+        fix=f"{line} as the script's first line",
+    )
 
 
-def reasons_text(reasons: list[Inexact]) -> str | None:
-    """What to tell the user at a start; None where a resume is exact."""
-    if not reasons:
-        return None
-    return "\n".join([f"resume is {verdict(reasons)}:", *(f"  {sentence(reason)}" for reason in reasons)])
+def kernel_reasons(said: Callable[[str, object], str]) -> Iterator[Inexact]:
+    """What this process's choice of GPU kernels keeps from being exact; `said` writes a setting as people do."""
+    asked = torch.are_deterministic_algorithms_enabled()
+    warns = "warn" if asked and torch.is_deterministic_algorithms_warn_only_enabled() else asked
+    yield from inexact_kernels(warns, torch.backends.cudnn.benchmark, said)
+
+
+class ExactnessRecord:
+    """What a start has seen against an exact resume, in `starts/N/exactness.json` for `explain`; each is said once.
+
+    Args:
+        start: The folder of this start.
+        job: Its `job_digest`.
+        say: Prints for the user.
+    """
+
+    def __init__(self, start: Path, job: str, say: Callable[[str], None]) -> None:
+        self._start, self._job, self._say = start, job, say
+        self._written: object = None
+        self._said: set[Inexact] = set()
+
+    def update(
+        self, settings: list[Inexact], seen: list[Inexact], world_size: int, *, silent: Collection[Inexact] = ()
+    ) -> None:
+        """The reasons as they are now, on rank 0; `silent` are said elsewhere."""
+        content = record(settings=settings, seen=seen, world_size=world_size, job=self._job)
+        if content != self._written:
+            self._written = content
+            self._write(json.dumps(content, indent=1) + "\n")
+        new = [one for one in dict.fromkeys((*settings, *seen)) if one not in self._said and one not in silent]
+        self._said.update(new)
+        if new:
+            self._say("\n".join([f"resume is {verdict(new)}:", *(f"  {sentence(one)}" for one in new)]))
+
+    def _write(self, text: str) -> None:
+        try:
+            self._start.mkdir(parents=True, exist_ok=True)
+            atomic_write(self._start / EXACTNESS_FILE, text.encode(), error=RunDirectoryError)
+        except (OSError, RunDirectoryError) as error:
+            warnings.warn(f"whether a resume is exact was not written down: {error}", stacklevel=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeVar
@@ -28,7 +27,7 @@ from fairlead_distributed.ordered_loader import Replicas
 from fairlead_distributed.plain_data import from_plain
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
 from fairlead_distributed.run.data import Source, replicas_here
-from fairlead_distributed.run.exactness import loop_reasons, reasons_text, write_record
+from fairlead_distributed.run.exactness import ExactnessRecord, loop_reasons
 from fairlead_distributed.run.loading import load_weights
 from fairlead_distributed.run.open_run import OpenRun, Stopped
 from fairlead_distributed.run.registry import Registry, serialize
@@ -176,7 +175,7 @@ class Run(OpenRun):
         self._leader: Source | None = None  # the first that gave a batch since the last boundary: it has the loop
         self._unstepped = 0  # batches since the last step
         self._seen: list[Inexact] = []
-        self._reported: list[Inexact] = []
+        self._exactness: ExactnessRecord | None = None
         self._phase = _TRAIN
         self._now: dict[str, Any] = {}
         self._compared = False
@@ -669,16 +668,10 @@ class Run(OpenRun):
         if get_rank() or self.finished is not None:
             return
         seen = [one.inexact for one in self._sources.values() if one.inexact is not None]
-        reasons = [*loop_reasons(self._registry), *seen, *self._seen]
-        try:
+        if self._exactness is None:
             start = session.path / "starts" / str(session.start)
-            write_record(start, [], reasons, get_world_size(), session.job_digest)
-        except RunDirectoryError as error:
-            warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=3)
-        for reason in reasons:
-            if reason not in self._reported:
-                self._reported.append(reason)
-                self.say(reasons_text([reason]) or "")
+            self._exactness = ExactnessRecord(start, session.job_digest, self.say)
+        self._exactness.update([], [*loop_reasons(self._registry), *seen, *self._seen], get_world_size())
 
     def _require_training(self, call: str) -> RunSession:
         session = self._opened()

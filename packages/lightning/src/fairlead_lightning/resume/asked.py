@@ -74,6 +74,6 @@ class AskedLoaders:
             self._state = {"attributes": copy.deepcopy(kept.state()), "rng": rng_state()}
             return asked_at
         self._state = dict(saved)
-        kept.restore(copy.deepcopy(saved["attributes"]))  # what holds them now may change them
+        kept.restore(saved["attributes"])
         set_rng_state(saved["rng"])
         return asked_at

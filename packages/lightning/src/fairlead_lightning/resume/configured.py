@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +77,10 @@ class Configured:
     def write(self, start: Path) -> None:
         """Writes it down in the folder of a start."""
         text = json.dumps(redact(self._now), indent=1) + "\n"
-        atomic_write(start / CONFIGURED_FILE, text.encode(), error=RunDirectoryError)
+        try:
+            atomic_write(start / CONFIGURED_FILE, text.encode(), error=RunDirectoryError)
+        except RunDirectoryError as error:
+            warnings.warn(f"a later start cannot tell what has changed since this one: {error.block()}", stacklevel=2)
 
 
 def _shared(config: object) -> re.Pattern[str] | None:

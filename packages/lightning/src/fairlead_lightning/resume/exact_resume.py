@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,12 +12,11 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch.nn.parallel import DistributedDataParallel
 
-from fairlead.errors import RunDirectoryError
 from fairlead.findings import Finding, Inexact
 from fairlead_distributed import register_exact_reduction
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.run.exactness import reasons_text, write_record
+from fairlead_distributed.run.exactness import ExactnessRecord
 from fairlead_distributed.run.loading import as_it_was_saved, load_weights
 from fairlead_distributed.run.rank_files import seed_anew
 from fairlead_distributed.run.session import RunSession
@@ -60,7 +58,7 @@ class ExactResume:
         self._session: RunSession | None = None
         self._made: Callable[[object], None] = _nothing
         self._restored: Callable[[Mapping[str, Any]], None] = _nothing
-        self._record: tuple[Path, str] | None = None
+        self._record: ExactnessRecord | None = None
         self.loaders: Loaders | None = None
         self.where: Where | None = None
         self.goes_on = False  # of a run that was stopped, and no batch was trained on yet
@@ -75,7 +73,6 @@ class ExactResume:
         self._step = -1
         self._configured: Configured | None = None
         self._changed: list[Inexact] = []
-        self._said: frozenset[Any] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks begin with `setup`."""
@@ -93,11 +90,11 @@ class ExactResume:
         `made` is given each loader that is ready; `restored` what this rank has saved, once that is there again.
         """
         self._session, self._made, self._restored = session, made, restored
-        self._record = session.path / "starts" / str(session.start), session.job_digest
+        self._record = ExactnessRecord(session.path / "starts" / str(session.start), session.job_digest, self._print)
 
     def begin_trial(self, start: Path, digest: str) -> None:
         """A `fast_dev_run` begins: what it sees of loaders and state is written down there, with the `job_digest`."""
-        self._record = start, digest
+        self._record = ExactnessRecord(start, digest, self._print)
 
     def end(self) -> None:
         """The fit is over; what comes after it is none of that run's."""
@@ -129,7 +126,7 @@ class ExactResume:
         if stage != "predict":
             shards, undo = compat.take_sharding(trainer)
             self._undo += [undo, self._prepare_loaders(trainer)]
-        self._users, self._said = Users(), frozenset()
+        self._users = Users()
         self.loaders = Loaders(
             trainer,
             kept=self._users.kept,
@@ -156,7 +153,11 @@ class ExactResume:
                 "and with it max_steps, what is logged, and the names of checkpoints",
                 fix="nothing; self.optimizers() and its step() in training_step are counted by Lightning itself",
             )
-            (self._say or trainer.print)(str(finding))
+            self._print(str(finding))
+
+    def _print(self, text: str) -> None:
+        assert self._trainer is not None
+        (self._say or self._trainer.print)(text)
 
     def fit_starts(self, trainer: L.Trainer) -> None:
         """The model is wrapped: a script's own DDP adds gradients in a fixed order where that costs little."""
@@ -186,33 +187,20 @@ class ExactResume:
                 self._session.event("settings-changed", changes=changes)
                 what = "not everything is as it was when the checkpoint was made"
                 finding = Finding("warning", "settings-changed", what, why="\n".join(changes), fix=one.fix)
-                (self._say or trainer.print)(str(finding))
+                self._print(str(finding))
         self._write_down(trainer)
+        if trainer.is_global_zero and self._configured is not None and self._session is not None:
+            self._configured.write(self._session.path / "starts" / str(self._session.start))
 
     def _write_down(self, trainer: L.Trainer) -> None:
         if self.loaders is None or self._record is None or not trainer.is_global_zero:
             return
-        said, self._said = self._said, self._seen()
-        settings = self._settings
-        if settings is None:
+        settings = list(self._settings or ())
+        if self._settings is None:
             settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
-        state = [*self.loaders.reasons, *seen.state_reasons(trainer), *self._users.reasons()]
-        try:
-            record = [*state, *self._changed]
-            write_record(self._record[0], list(settings), record, trainer.world_size, self._record[1])
-            if self._configured is not None:
-                self._configured.write(self._record[0])
-        except RunDirectoryError as error:
-            warnings.warn(f"whether a resume is exact was not written down: {error.block()}", stacklevel=2)
-            return
-        text = reasons_text([*settings, *state] if self._session is not None else state)
-        if text is not None and not said >= self._said:
-            (self._say or trainer.print)(text)
-
-    def _seen(self) -> frozenset[Any]:
-        """What may have changed of the reasons since they were said."""
-        assert self.loaders is not None
-        return frozenset({*self._users.reasons(), *self.loaders.reasons, None})
+        state = [*self.loaders.reasons, *seen.state_reasons(trainer), *self._users.reasons(), *self._changed]
+        silent = self._changed if self._session is not None else settings  # of a trial only what it was made for
+        self._record.update(settings, state, trainer.world_size, silent=silent)
 
     def fit_ends(self, trainer: L.Trainer) -> None:
         """Nothing was left to train: what comes after the fit finds what it would have found."""
@@ -324,8 +312,7 @@ class ExactResume:
             return self._validating
         assert self.loaders is not None
         users, loaders = self._users.state(), self.loaders.state()
-        if self._seen() != self._said:
-            self._write_down(trainer)
+        self._write_down(trainer)
         return {
             **rank_state.capture(trainer),
             **users,
