@@ -18,7 +18,7 @@ from fairlead.plugins import PluginManager
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.run.memory import Owner, remembered
 from fairlead_distributed.user_objects import is_engines
-from fairlead_launch.prove.plan import END, RESTORED, Plan, note, told
+from fairlead_launch.prove.plan import END, RESTORED, Plan, at_step, note, told
 from fairlead_runs.commit import newest_complete
 
 _OTHERS_S: Final = 60.0
@@ -36,6 +36,7 @@ class ScriptProof:
         self._runs: str = found["runs"]
         self._again: bool = found["again"]
         self._to_save = {self._plan.checkpoint, self._plan.steps}
+        self._resumed_at: int | None = None
         self._owners: Callable[[], Sequence[Owner]] = list
 
     @classmethod
@@ -71,8 +72,13 @@ class ScriptProof:
             return
         newest = newest_complete(run / "checkpoints").checkpoint
         saved = newest.step if newest is not None else 0
-        if step == plan.checkpoint:  # each time: what belongs to this step, or a script restores, may come late
-            self._note(RESTORED)
+        # At each heartbeat of the step: what belongs to it, or a script restores, may come late.
+        if self._again:
+            self._resumed_at = step if self._resumed_at is None else self._resumed_at
+            if step == self._resumed_at:
+                self._note(RESTORED)
+        elif step <= plan.kill:  # a script may save between the two, and resumes from there
+            self._note(RESTORED if step == plan.checkpoint else at_step(step))
         if self._kills and step >= plan.kill and saved >= plan.checkpoint:
             (self._notes / f"killed-{get_rank():05d}").write_text(str(step))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from fairlead.cli import main
 from fairlead.cli.session import Session
 from fairlead.errors import RunFailedError
-from fairlead_launch.prove.plan import END, RESTORED
+from fairlead_launch.prove.plan import END, RESTORED, at_step
 from fairlead_runs.commit import best_or_newest, newest_complete
 
 _ORDER: Final = ("state_dict.", "optimizer_states.", "lr_schedulers.")
@@ -61,18 +61,23 @@ class Trained:
         """How many have left notes."""
         return len(list(self.notes.glob(f"{END}-*.json")))
 
-    def not_restored(self, resumed: Trained) -> list[Unequal]:
+    def not_restored(self, resumed: Trained, saved: int | None = None) -> list[Unequal]:
         """What the user's code kept at the checkpoint, and what a resumed run begins with in its place.
+
+        `saved` is the step of the checkpoint, which may be one of the script's own behind the plan's.
 
         A variable of a module that only one of them has is no state: the loop sets it, as `for batch in loader` does.
         """
-        found = [one for one in _memory(self, resumed, RESTORED) if one.in_both or one.owner != "module"]
+        name = at_step(saved) if saved is not None else RESTORED
+        name = name if list(self.notes.glob(f"{name}-*.json")) else RESTORED
+        pairs = _memory(self, resumed, name, RESTORED)
+        found = [one for one in pairs if one.in_both or one.owner != "module"]
         return [one for one in found if not any(one.is_part_of(other) for other in found)]
 
 
 def differences(reference: Trained, other: Trained, session: Session) -> list[Unequal]:
     """How a run differs from the undisturbed one, in the order in which it shows."""
-    return [*_metrics(reference, other), *_checkpoint(reference, other, session), *_memory(reference, other, END)]
+    return [*_metrics(reference, other), *_checkpoint(reference, other, session), *_memory(reference, other, END, END)]
 
 
 def trained_otherwise(found: list[Unequal]) -> bool:
@@ -136,11 +141,11 @@ def _how(one: dict[str, Any]) -> str:
     return f"{one.get('a', 'nothing')} became {one.get('b', 'nothing')}"
 
 
-def _memory(reference: Trained, other: Trained, when: str) -> Iterator[Unequal]:
+def _memory(reference: Trained, other: Trained, when: str, its_when: str) -> Iterator[Unequal]:
     """What the user's code keeps, by rank: a rank that says the same as one before it is passed over."""
     said = set()
     for path in sorted(reference.notes.glob(f"{when}-*.json")):
-        its = other.notes / path.name
+        its = other.notes / path.name.replace(when, its_when)
         one, two = (json.loads(file.read_bytes()) if file.exists() else {} for file in (path, its))
         for name in dict.fromkeys([*one, *two]):
             if name not in said and one.get(name) != two.get(name):

@@ -62,6 +62,24 @@ class Proof(ABC, Generic[SomePlan]):
         """What of the training was changed to prove it."""
         return []
 
+    def run(self, kept: list[Path]) -> int:
+        """Tries it and prints the report: 0 where the resume is equal, else 1.
+
+        What is left of one that differs, or of a training that failed, is added to what is `kept`.
+        """
+        try:
+            equal, lines = self.report()
+        except RunFailedError as error:
+            kept.append(self.folder)
+            error.fix = "\n".join(filter(None, (error.fix, f"the files are kept: {self.folder}")))
+            raise
+        if not equal:
+            kept.append(self.folder)
+            lines.append(f"  kept:  {self.folder}")
+        for line in lines:
+            self.session.print(line)
+        return 0 if equal else 1
+
     def report(self) -> tuple[bool, list[str]]:
         """Whether the resume is equal in every bit, and what to say of it: what differs, and why."""
         undisturbed = self.undisturbed()
@@ -85,7 +103,7 @@ class Proof(ABC, Generic[SomePlan]):
             but = ", ".join(sorted(names)[:_SHOWN])
             text = f"but what differs between any two runs of this job: {but}"
             return True, [f"equal in every bit: {done}", text, compared]
-        lost = [one for one in undisturbed.not_restored(resumed) if one.name not in names]
+        lost = [one for one in undisturbed.not_restored(resumed, saved) if one.name not in names]
         record = last_record(resumed.path)
         said = [sentence(reason) for reason in record.seen] if record is not None else []
         return False, [f"the resume differs: {done}", *explained(left, lost, said, self.fixes), *self.how()]

@@ -35,6 +35,11 @@ class Plan:
         return json.dumps({"notes": str(notes), "kill": kill, "plan": asdict(self), **more})
 
 
+def at_step(step: int) -> str:
+    """The note of what a rank keeps after a step between the plan's checkpoint and its kill."""
+    return f"step-{step}"
+
+
 def told(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """What `to_json` has written, in a process that a proof has started."""
     found: dict[str, Any] | None = json.loads(environ.get(PLAN, "null"))

@@ -34,13 +34,7 @@ def prove_script(config: LaunchConfig, script: Sequence[str], session: Session, 
             fix="run it without a launcher, on one node: fairlead launch --nproc 2 --prove-resume SCRIPT",
         )
     with trial_folder(session.cwd, ".prove-") as (folder, kept):
-        equal, lines = _ScriptProof(config, script, session, folder, Plan.of(steps)).report()
-        if not equal:
-            kept.append(folder)
-            lines.append(f"  kept:  {folder}")
-    for line in lines:
-        session.print(line)
-    return 0 if equal else 1
+        return _ScriptProof(config, script, session, folder, Plan.of(steps)).run(kept)
 
 
 class _ScriptProof(Proof[Plan]):

@@ -37,13 +37,7 @@ def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
     assert checked.resolution is not None
     folder_of_runs = run_directory(job.model_dump(mode="json"), job.run, checked.resolution.job, session.cwd).parent
     with trial_folder(folder_of_runs, ".prove-") as (folder, kept):
-        equal, lines = _FitProof(arguments, session, checked.resolution, folder, DecidingPlan.of(steps)).report()
-        if not equal:
-            kept.append(folder)
-            lines.append(f"  kept:  {folder}")
-    for line in lines:
-        session.print(line)
-    return 0 if equal else 1
+        return _FitProof(arguments, session, checked.resolution, folder, DecidingPlan.of(steps)).run(kept)
 
 
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
