@@ -136,11 +136,6 @@ def _beside_shares(names: list[str], notes: Notes, references: References, refer
             "them from fairlead_distributed.parallel.context.positions(length) or torch.arange(length), or make them "
             "before the sequence is split"
         )
-        return
-    if not references.by_replica and notes.replicas > 1 and notes.said("automatic"):
-        single = reference.one_by_one()
-        if apart(layout, single.gradients) < CLOSE:
-            yield "it equals the mean over the replicas: a layer or the loss looks at the whole batch of a replica"
 
 
 def _unreduced(wrong: Tensors, due: Shares, parts: Mapping[Part, Tensors], replicas: int) -> bool:

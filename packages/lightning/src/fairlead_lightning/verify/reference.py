@@ -174,10 +174,6 @@ class Reference:
         except Exception:  # the user's code, in a world that is not there: no explanation
             return None
 
-    def one_by_one(self) -> Trained:
-        """The replicas' batches one after the other, each counting the same: the mean of their means."""
-        return self._train(self._each(), "64-true")
-
     def parts(self, count: int = 1) -> dict[tuple[int, int, int], Tensors]:
         """The first step's gradient of each (batch of a step, replica, micro-batch) alone.
 
