@@ -346,29 +346,36 @@ def test_what_cannot_be_put_back_is_named_and_the_rest_is() -> None:
     assert "there is no class mine." in again.left["callback Noting.last"]
 
 
+class Settings(dict[str, Any]):
+    """As Lightning's `AttributeDict`: no code but the user's makes one."""
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["itself", "in a dict"])
-def test_hyperparameters_of_omegaconf_stay_what_they_are(inside: bool) -> None:
-    """A finder sets the batch size in them, and the user's code reads `hparams.net.width`."""
-    create = pytest.importorskip("omegaconf").OmegaConf.create
+def test_settings_of_another_class_than_dict_stay_what_they_are(inside: bool) -> None:
+    """A finder sets the batch size in the hyperparameters."""
 
-    def make() -> tuple[Mean, Any]:
-        net = {"width": 3, "same": "${batch_size}"}
-        holder, config = Mean(), create({"batch_size": 2, "net": net, "sizes": [1, 2]})
-        vars(holder)["hparams"] = {"config": config} if inside else config
-        return holder, config
+    def make() -> tuple[Any, Settings]:
+        holder, settings = Mean(), Settings(batch_size=2, width=3)
+        vars(holder)["hparams"] = {"net": settings} if inside else settings
+        return holder, settings
 
-    (holder, config), (later, other) = make(), make()
+    (holder, settings), (later, other) = make(), make()
     watched, again = Attributes(), Attributes()
     watched.watch("model", holder)
-    assert watched.state() == {}
-    config.batch_size, config.net.width = 8, 4
-    config.sizes[0] = 5
+    settings["batch_size"] = 8
     again.watch("model", later)
     again.restore(written(watched.state()))
-    assert again.left == watched.left == {}
-    assert (other.batch_size, other.net.width, other.net.same, list(other.sizes)) == (8, 4, 8, [5, 2])
-    other.batch_size = 1
-    assert other.net.same == 1, "it still refers to the batch size"
+    assert other == {"batch_size": 8, "width": 3}
+    assert again.left == {}
+
+
+def test_settings_that_are_not_there_are_named() -> None:
+    holder, later, watched, again = Mean(), Mean(), Attributes(), Attributes()
+    watched.watch("model", holder)
+    again.watch("model", later)
+    vars(holder)["hparams"] = Settings(batch_size=2)
+    again.restore(watched.state())
+    assert list(again.left) == ["model.hparams"]
 
 
 def test_a_class_names_what_is_kept() -> None:

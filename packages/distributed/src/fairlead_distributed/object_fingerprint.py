@@ -21,7 +21,7 @@ from fairlead_distributed.user_objects import is_engines
 
 _READ: Final = 1 << 26  # bytes of a tensor or an array; of a larger one, pieces that lie evenly in it
 _PIECES, _PIECE = 1 << 12, 1 << 12
-_ITEMS: Final = 1 << 20  # of a container of objects: of a longer one, only how many
+_LONG, _ITEMS = 1 << 8, 1 << 20  # items of a container; of more objects than that only how many
 _ONLY_WHICH: Final = (type, ModuleType, BuiltinFunctionType, DataLoader, Sampler)
 _CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
 
@@ -31,17 +31,22 @@ def fingerprint(value: Any, elsewhere: Mapping[int, object]) -> object:
 
     `elsewhere` are objects that it may refer to, and that are not looked into.
     """
-    if type(value) in _CONTAINERS and len(value) < 1 << 24:
-        try:  # Python's own data: fast, also for a million of numbers
-            return zlib.crc32(marshal.dumps(list(value) if isinstance(value, deque) else value, 2))
-        except ValueError:
-            pass
+    if type(value) in _CONTAINERS and (found := _of_plain(value)) is not None:
+        return found
     pickler = _Fingerprint(elsewhere)
     try:
         pickler.dump(value)
     except (_UnseenError, RecursionError):
         return object()  # equal to none
     return pickler.sum
+
+
+def _of_plain(value: Any) -> int | None:
+    """Of a container of Python's own data: fast, also for a million of numbers; None of any other."""
+    try:
+        return zlib.crc32(marshal.dumps(list(value) if isinstance(value, deque) else value, 2))
+    except ValueError:
+        return None
 
 
 class _UnseenError(Exception):
@@ -85,7 +90,10 @@ class _Fingerprint(pickle.Pickler):
         engines = is_engines(type(value)) and hasattr(value, "__dict__") and not holds
         if engines or isinstance(value, _ONLY_WHICH):
             return id(value)
-        return (id(value), len(value)) if type(value) in _CONTAINERS and len(value) > _ITEMS else None
+        if type(value) not in _CONTAINERS or len(value) < _LONG:
+            return None
+        plain = _of_plain(value)
+        return (id(value), len(value)) if plain is None and len(value) > _ITEMS else plain
 
     def _of_function(self, value: FunctionType) -> Any:
         if id(value) in self._functions or is_engines(value):

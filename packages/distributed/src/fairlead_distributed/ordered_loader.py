@@ -206,7 +206,7 @@ def _trusted(loader: Any) -> Iterator[Inexact]:
             f"the state of a {type(loader).__name__}",
             why="the loader saves and restores its place itself; what it leaves out, such as a shuffle buffer or a "
             "generator, is not seen",
-            fix="fairlead fit JOB --prove-resume tries it",
+            fix="--prove-resume tries it (fairlead fit, fairlead launch)",
             certain=False,
         )
 

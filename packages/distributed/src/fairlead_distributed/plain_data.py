@@ -12,7 +12,7 @@ import operator
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +50,7 @@ def to_plain(value: Any, where: str = "state", *, devices: bool = True) -> Any:
         data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
         return {_ARRAY: str(value.dtype), "shape": list(value.shape), "data": data}
     try:
-        if kind is tuple or is_list(value):
+        if kind in (list, tuple):
             parts = [to_plain(one, f"{where}[{n}]", devices=devices) for n, one in enumerate(value)]
             return tuple(parts) if kind is tuple else parts
         if kind is dict and all(type(key) in ATOMS for key in value):
@@ -58,7 +58,7 @@ def to_plain(value: Any, where: str = "state", *, devices: bool = True) -> Any:
         for name, (base, take, _) in _KINDS.items():
             if kind is base or (base in _WITH_SUBCLASSES and isinstance(value, base)):
                 return {_KIND: name, "state": to_plain(take(value), where, devices=devices)}
-        if _is_as_good_as_a_dict(value):
+        if isinstance(value, dict) and not getattr(value, "__dict__", {}):
             return {_KIND: "items", "state": to_plain(_pairs(value), where, devices=devices)}
         if (record := record_of(value)) is not None:
             state = {name: to_plain(one, f"{where}.{name}", devices=devices) for name, one in record.items()}
@@ -91,19 +91,18 @@ def put_back(now: Any, value: Any) -> Any:
     Raises:
         TypeError: It is of a mapping that cannot be made anew, and that is not there.
     """
-    if isinstance(value, _Items):
-        return _put_items(now, value)
-    if isinstance(value, list) and is_list(now):
-        now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(value)], value)]
-        return now
+    if isinstance(value, _Items) and not isinstance(now, dict):
+        raise TypeError("the mapping that held it no longer exists")
     if isinstance(value, GENERATORS) and isinstance(now, type(value)):
         return _with_state(now, _state_of(value))
-    if type(now) is not type(value):
+    if type(now) is not type(value) and not isinstance(value, _Items):
         return value
     if isinstance(value, tuple):
         found = tuple(map(put_back, now, value))
         return now if len(now) == len(value) and all(map(operator.is_, found, now)) else value
-    if isinstance(value, deque) and value.maxlen == now.maxlen:
+    if isinstance(value, list):
+        now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(value)], value)]
+    elif isinstance(value, deque) and value.maxlen == now.maxlen:
         there = [put_back(old, item) for old, item in itertools.zip_longest(list(now)[: len(value)], value)]
         now.clear()
         now.extend(there)
@@ -126,28 +125,9 @@ def put_back(now: Any, value: Any) -> Any:
     return now
 
 
-def _put_items(now: Any, items: _Items) -> Any:
-    """Sets what has changed: the mapping may know a fixed set of keys, or hold references to other items."""
-    if not isinstance(now, MutableMapping):
-        raise TypeError("the mapping that held it no longer exists")
-    for key in [key for key in now if key not in items]:
-        del now[key]
-    for key, item in items.items():
-        old = now.get(key)
-        kept = put_back(old, item)
-        if key not in now or (kept is not old and not (type(kept) is type(old) and kept == old)):
-            now[key] = kept
-    return now
-
-
 def _there(now: dict[Any, Any], key: Any) -> Any:
     """What a mapping has under a key, or makes of one that is missing."""
     return now[key] if isinstance(now, defaultdict) and now.default_factory is not None else now.get(key)
-
-
-def is_list(value: object) -> bool:
-    """Whether it is a list, or OmegaConf's."""
-    return type(value) is list or type(value).__module__ == "omegaconf.listconfig"
 
 
 def is_frozen(value: object) -> bool:
@@ -168,12 +148,7 @@ def record_of(value: object) -> dict[str, Any] | None:
 
 
 class _Items(dict[Any, Any]):
-    """What a mapping held that only the user's code makes: Lightning's `AttributeDict`, OmegaConf's `DictConfig`."""
-
-
-def _is_as_good_as_a_dict(value: object) -> bool:
-    of_dict = isinstance(value, dict) and not getattr(value, "__dict__", {})
-    return of_dict or type(value).__module__ == "omegaconf.dictconfig"
+    """What a dict of another class held, which only other code makes: Lightning's `AttributeDict`."""
 
 
 def _pairs(value: Mapping[Any, Any]) -> list[list[Any]]:

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from fairlead.config import TrainerConfig
 from fairlead.errors import RunDirectoryError
-from fairlead.findings import Inexact
+from fairlead.findings import Finding, Inexact
 from fairlead_distributed.run.session import RunSession
 from fairlead_runs.commit import atomic_write
 from fairlead_runs.fingerprints import leaves
@@ -56,8 +56,20 @@ class Configured:
         """And nothing of theirs is restored."""
         self._now |= _optimizers(trainer)
 
-    def changes(self, trainer: L.Trainer, session: RunSession) -> list[str]:
-        """What is not as in the start that made the checkpoint, and whose value counts; everything is restored."""
+    def announce(self, trainer: L.Trainer, session: RunSession, say: Callable[[str], None]) -> list[Inexact]:
+        """Tells what is not as in the start that made the checkpoint, as a reason for another end; all is restored."""
+        changes = self._changes(trainer, session)
+        if not changes:
+            return []
+        fix = f"undo it; or --resume weights:{session.checkpoint} starts a new run with the current settings"
+        what = "not everything is as it was when the checkpoint was made"
+        session.event("settings-changed", changes=changes)
+        say(str(Finding("warning", "settings-changed", what, why="\n".join(changes), fix=fix)))
+        what = "what has changed since the checkpoint was made"
+        return [Inexact(what, why="; ".join(changes), fix=fix, certain=False)]
+
+    def _changes(self, trainer: L.Trainer, session: RunSession) -> list[str]:
+        """By their paths, and whose value counts."""
         varies = vars(trainer)["reload_dataloaders_every_n_epochs"]  # what a loader holds may be another each time
         now = {**self._now, "loaders": [] if varies else _loaders(trainer)}
         self._now = now
@@ -88,17 +100,6 @@ def _shared(config: object) -> re.Pattern[str] | None:
     if not isinstance(config, TrainerConfig) or config.batch_size != "global":
         return None
     return re.compile(rf"loaders\[\d+\]\.batch_size|{re.escape(config.batch_size_from.replace('.args.', '.', 1))}")
-
-
-def changed(changes: list[str], session: RunSession) -> Iterator[Inexact]:
-    """What has changed, as a reason for another end."""
-    if changes:
-        yield Inexact(
-            "what has changed since the checkpoint was made",
-            why="; ".join(changes),
-            fix=f"undo it; or --resume weights:{session.checkpoint} starts a new run with the current settings",
-            certain=False,
-        )
 
 
 def _recorded(session: RunSession) -> dict[str, Any] | None:

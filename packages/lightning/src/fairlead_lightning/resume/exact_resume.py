@@ -23,7 +23,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.resume import rank_state, seen
 from fairlead_lightning.resume.asked import AskedLoaders
-from fairlead_lightning.resume.configured import Configured, changed
+from fairlead_lightning.resume.configured import Configured
 from fairlead_lightning.resume.loaders import Loaders
 from fairlead_lightning.resume.names import plain_names
 from fairlead_lightning.resume.users import Users, only_once, with_plain_numbers
@@ -180,17 +180,12 @@ class ExactResume:
 
     def training_starts(self, trainer: L.Trainer) -> None:
         """The loaders were seen: says and writes down what has changed, and whether a resume is exact."""
-        if trainer.is_global_zero and self._configured is not None and self._session is not None:
-            changes = self._configured.changes(trainer, self._session)
-            self._changed = list(changed(changes, self._session))
-            for one in self._changed:
-                self._session.event("settings-changed", changes=changes)
-                what = "not everything is as it was when the checkpoint was made"
-                finding = Finding("warning", "settings-changed", what, why="\n".join(changes), fix=one.fix)
-                self._print(str(finding))
+        session, configured = self._session, self._configured if trainer.is_global_zero else None
+        if configured is not None and session is not None:
+            self._changed = configured.announce(trainer, session, self._print)
         self._write_down(trainer)
-        if trainer.is_global_zero and self._configured is not None and self._session is not None:
-            self._configured.write(self._session.path / "starts" / str(self._session.start))
+        if configured is not None and session is not None:
+            configured.write(session.path / "starts" / str(session.start))
 
     def _write_down(self, trainer: L.Trainer) -> None:
         if self.loaders is None or self._record is None or not trainer.is_global_zero:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -14,8 +13,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from fairlead.config import TrainerConfig
 from fairlead.config.marks import NotExact, marked
-from fairlead.exactness import inexact_kernels
 from fairlead.findings import Inexact
+from fairlead_distributed.run.exactness import kernel_reasons, unseeded
 from fairlead_lightning import compat
 from fairlead_runs.logger_positions import Positioned
 
@@ -45,18 +44,10 @@ def state_reasons(trainer: L.Trainer) -> list[Inexact]:
 def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Iterator[Inexact]:
     """What a script's own Trainer has decided: nothing but the object says it."""
     if not seeded:
-        yield Inexact(
-            "the script's random numbers",
-            why="nothing has seeded them: a start before the first checkpoint begins with other weights",
-            fix="lightning.pytorch.seed_everything(1, workers=True) as the script's first line",
-        )
+        yield unseeded("lightning.pytorch.seed_everything(1, workers=True)")
     device = trainer.strategy.root_device.type
     if device == "cuda":
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        asked = torch.are_deterministic_algorithms_enabled() and ("warn" if warns else True)
-        yield from inexact_kernels(
-            asked, torch.backends.cudnn.benchmark, lambda name, value: f"Trainer({name}={value!r})"
-        )
+        yield from kernel_reasons(lambda name, value: f"Trainer({name}={value!r})")
     elif device != "cpu":
         yield Inexact(
             f"the device {device}",
