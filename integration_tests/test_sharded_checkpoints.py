@@ -77,10 +77,10 @@ class Net(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        self.at_start = whole_state(self)
+        self.at_start = full_state(self)
 
     def on_train_end(self) -> None:
-        self.at_end = whole_state(self)
+        self.at_end = full_state(self)
 
 
 class Sharded(Net):
@@ -99,7 +99,7 @@ def whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def whole_state(module: L.LightningModule) -> dict[str, Any]:
+def full_state(module: L.LightningModule) -> dict[str, Any]:
     """Weights and optimizer state by the names of the parameters, gathered."""
     model: Any = module.trainer.model
     if isinstance(model, FullyShardedDataParallel):
@@ -112,7 +112,7 @@ def whole_state(module: L.LightningModule) -> dict[str, Any]:
 
 
 def whole_state_of_fsdp(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with fsdp_state.whole_state(model, rank0_only=False):
+    with fsdp_state.full_state(model, rank0_only=False):
         weights, found = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
     return {"weights": dict(weights), "state": found["state"], "groups": found["param_groups"]}
 

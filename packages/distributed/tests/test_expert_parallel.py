@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel.context import average_gradients
-from fairlead_distributed.parallel.expert import AbsentExpert, parallelize_experts, whole_experts
+from fairlead_distributed.parallel.expert import AbsentExpert, full_experts, parallelize_experts
 from fairlead_distributed.testing import run_ranks
 from integration_tests.models import Llama, MoE, sample_tokens, token_loss
 from integration_tests.split_models import Compared, compare
@@ -126,11 +126,11 @@ def state(rank: int) -> dict[str, Any]:
     torch.manual_seed(7 + rank)
     ours = Mixed(4, 2, True)
     report = parallelize_experts(ours, mesh())
-    first = whole_experts(ours)
+    first = full_experts(ours)
     alike = first["mixture.experts.3.up_proj.weight"].clone()
     dist.broadcast(alike, 0)
     ours.load_state_dict(reference.state_dict())
-    whole = {**ours.state_dict(), **whole_experts(ours)}
+    whole = {**ours.state_dict(), **full_experts(ours)}
     loaded = all(torch.equal(whole[name], x) for name, x in reference.state_dict().items())
     with pytest.raises(ConfigError, match="this expert is on rank"):
         ours.mixture.experts[3 if rank == 0 else 0](torch.ones(1, WIDTH))

@@ -181,9 +181,9 @@ def managed(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
             one(batch[rows]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    from fairlead_distributed.fsdp_state import whole_parameters
+    from fairlead_distributed.fsdp_state import full_parameters
 
-    found = whole_parameters(wrapped)
+    found = full_parameters(wrapped)
     return {
         "apart": max(float((found[name] - p.detach()).abs().max()) for name, p in plain.named_parameters()),
         "moved": min(float((found[name] - value).abs().max()) for name, value in start.items()),

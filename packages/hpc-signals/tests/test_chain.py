@@ -73,8 +73,8 @@ def test_a_persons_stop_cancels_the_rest(tmp_path: Path) -> None:
     assert not (tmp_path / STOP).exists()
     (tmp_path / "scancel").unlink()
     outcome = stop({**IN_CHAIN, "PATH": str(tmp_path)})
-    assert "It restarts all the same" in outcome.told()
-    assert "scancel is not on the PATH" in outcome.told()
+    assert "It restarts all the same" in outcome.summary()
+    assert "scancel is not on the PATH" in outcome.summary()
     assert (tmp_path / STOP).exists()
 
 

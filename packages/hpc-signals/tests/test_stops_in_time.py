@@ -148,14 +148,14 @@ class Rank:
     """A rank of a test: a forked process, and what it says."""
 
     def __init__(self, what: Callable[..., None], rank: int, *args: Any) -> None:
-        self.told, theirs = FORKS.Pipe()
+        self.summary, theirs = FORKS.Pipe()
         self.process = FORKS.Process(target=what, args=(rank, theirs, *args))
         self.process.start()
         theirs.close()
 
     def says(self, word: str) -> None:
-        assert self.told.poll(PATIENCE)
-        assert self.told.recv() == word
+        assert self.summary.poll(PATIENCE)
+        assert self.summary.recv() == word
 
     def code(self, seconds: float = PATIENCE) -> int | None:
         self.process.join(seconds)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fairlead.config import ClassSpec
 from fairlead.user_code import CodeRoot
-from fairlead_distributed.whole import named_as, plain_state
+from fairlead_distributed.full_state import named_as, plain_state
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

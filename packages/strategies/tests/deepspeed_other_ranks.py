@@ -92,7 +92,7 @@ def state(loop: pl.Trainer, module: pl.LightningModule) -> Outcome:
     for name, p in module.named_parameters():
         if not p.requires_grad:
             continue
-        if hasattr(loop.strategy, "whole_parameters"):
+        if hasattr(loop.strategy, "full_parameters"):
             moments = [safe_get_full_optimizer_state(p, kind) for kind in ("exp_avg", "exp_avg_sq")]
             whole = [safe_get_full_fp32_param(p), *moments]
         else:
@@ -135,7 +135,7 @@ def go_on(rank: int, folder: Path, case: str, *, forget: bool = False) -> Outcom
     name, fields, kwargs = CASES[case]
     module, look, chosen = seeded(500 + rank), Look(forget=forget), strategy(name, **fields)
     loop = fit(rank, chosen, module, folder / case, callbacks=[look], **kwargs)
-    frozen = chosen.whole_parameters()["frozen.weight"]
+    frozen = chosen.full_parameters()["frozen.weight"]
     return {"begin": look.found, "end": state(loop, module), "losses": module.losses, "frozen": frozen}
 
 
@@ -203,7 +203,7 @@ def fabric(rank: int, folder: Path, *, resumed: bool) -> Outcome:
         stepper.zero_grad()
     if not resumed:
         run.save(folder / "fabric", objects)
-    return {"weights": chosen.whole_parameters()}
+    return {"weights": chosen.full_parameters()}
 
 
 def table(rank: int, folder: Path) -> dict[str, Callable[[], Outcome]]:

@@ -68,9 +68,9 @@ class Net(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
-        if hasattr(strategy, "whole_gradients"):
+        if hasattr(strategy, "full_gradients"):
             if self.automatic_optimization:  # else a step ends the adding up: there are none before it
-                self.gradients.append(strategy.whole_gradients())
+                self.gradients.append(strategy.full_gradients())
         else:
             self.gradients.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
 
@@ -152,7 +152,7 @@ def fit(
     """Trains on both ranks; the whole weights."""
     loop = trainer(chosen, **kwargs)
     loop.fit(module, loader(rank), ckpt_path=resumed, weights_only=False)
-    weights: dict[str, Tensor] = chosen.whole_parameters()
+    weights: dict[str, Tensor] = chosen.full_parameters()
     return weights
 
 
@@ -189,7 +189,7 @@ def resume(rank: int, name: str, folder: Path, **kwargs: Any) -> Outcome:
     module = net(100 + rank)
     loop = trainer(first, max_epochs=1, **kwargs)
     loop.fit(module, loader(rank))
-    early = first.whole_parameters()
+    early = first.full_parameters()
     loop.save_checkpoint(folder / name)  # of all ranks together
     again = fit(rank, strategy(name), net(500 + rank), resumed=folder / name, **kwargs)
     return {
@@ -261,11 +261,11 @@ def fabric(rank: int) -> Outcome:
     for start in range(0, 40, 8):
         x, y = (part[rank::2] for part in DATA[start : start + 8])
         run.backward(nn.functional.mse_loss(engine(x), y))
-        asked += len(chosen.whole_gradients())
+        asked += len(chosen.full_gradients())
         stepper.step()
         stepper.zero_grad()
     names = {"0": "inlet", "1": "frozen", "3": "head"}
-    found = {f"{names[n[0]]}{n[1:]}": p for n, p in chosen.whole_parameters().items()}
+    found = {f"{names[n[0]]}{n[1:]}": p for n, p in chosen.full_parameters().items()}
     return {"weights": apart({n: p.detach() for n, p in reference.named_parameters()}, found), "asked": asked}
 
 
@@ -274,7 +274,7 @@ def too_early(rank: int) -> Outcome:
     chosen = strategy("deepspeed_stage_2")
     fit(rank, chosen, net(100))
     try:
-        chosen.whole_gradients()
+        chosen.full_gradients()
     except FairleadError as error:
         return {"error": str(error)}
     return {"error": None}

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fairlead.errors import ConfigError
 from fairlead_distributed import NonFiniteGradientError, clip_grad_norm, first_divergence
 from fairlead_distributed._apart import absent
-from fairlead_distributed.whole import whole_gradients
+from fairlead_distributed.full_state import full_gradients
 from fairlead_strategies import HybridStrategyConfig
 from fairlead_strategies.mesh.experts import ExpertMeshes, Experts
 from fairlead_strategies.pipeline.build import build
@@ -229,7 +229,7 @@ def norms(net: nn.Module) -> dict[str, Any]:
     own = [p for p in net.parameters() if not absent(p)]
     for number, parameter in enumerate(own):
         parameter.grad = torch.full_like(parameter, 1.0 + number + 10 * dist.get_rank())
-    every = [grad.double() for grad in whole_gradients(net).values()]
+    every = [grad.double() for grad in full_gradients(net).values()]
     squares = math.sqrt(sum(float(grad.square().sum()) for grad in every))
     largest = max(float(grad.abs().max()) for grad in every)
     found: dict[str, Any] = {

@@ -47,8 +47,8 @@ class Watch(pl.Callback):
         if self.gradients:
             return
         strategy: Any = loop.strategy
-        if hasattr(strategy, "whole_gradients"):
-            self.gradients = strategy.whole_gradients()
+        if hasattr(strategy, "full_gradients"):
+            self.gradients = strategy.full_gradients()
         else:
             self.gradients = {n: p.grad.detach().clone() for n, p in module.named_parameters() if p.grad is not None}
 
@@ -60,7 +60,7 @@ def fsdp(**fields: Any) -> Any:
 
 def weights(loop: pl.Trainer) -> dict[str, Tensor]:
     strategy: Any = loop.strategy
-    found: dict[str, Tensor] = strategy.whole_parameters()
+    found: dict[str, Tensor] = strategy.full_parameters()
     return {name: value.double() for name, value in found.items()}
 
 
@@ -187,7 +187,7 @@ def called_outside() -> dict[str, float]:
     """The module itself after a fit and after a validation, on all ranks together: with whole weights."""
     module, loop = scenarios.pair(fsdp(auto_wrap_policy=["torch.nn:Sequential"]), scenarios.Net, max_epochs=1)
     plain = scenarios.Net()
-    plain.load_state_dict(loop.strategy.whole_parameters())
+    plain.load_state_dict(loop.strategy.full_parameters())
     x = scenarios.data.tensors[0]
     with torch.no_grad():
         first = float((module(x) - plain(x)).abs().max())
@@ -269,7 +269,7 @@ def fabric(folder: str) -> dict[str, Any]:
             step(module, inner, slice(scenarios.rank, None, 2), start, clip, engine.backward)
         if save is not None:
             engine.save(save, state)
-        found: dict[str, Tensor] = strategy.whole_parameters(module)
+        found: dict[str, Tensor] = strategy.full_parameters(module)
         return {name: value.double() for name, value in found.items()}
 
     path = Path(folder, "fabric.ckpt")

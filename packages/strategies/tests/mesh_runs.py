@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from fairlead_distributed.whole import whole_gradients, whole_parameters
+from fairlead_distributed.full_state import full_gradients, full_parameters
 from fairlead_strategies.mesh.build import build
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 
@@ -174,11 +174,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients(net: nn.Module) -> dict[str, Tensor]:
-    return {name: grad.to(torch.float64) for name, grad in whole_gradients(net).items()}
+    return {name: grad.to(torch.float64) for name, grad in full_gradients(net).items()}
 
 
 def weights(net: nn.Module) -> dict[str, Tensor]:
-    return {name: weight.to(torch.float64) for name, weight in whole_parameters(net).items()}
+    return {name: weight.to(torch.float64) for name, weight in full_parameters(net).items()}
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:

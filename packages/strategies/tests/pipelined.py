@@ -234,7 +234,7 @@ def compare(chosen: Any, make: Callable[[], Any] = Tokens, **kwargs: Any) -> dic
     module = seeded(make, 100 + dist.get_rank())  # rank 0's weights are to win
     made = trainer(chosen, **kwargs)
     made.fit(module, loader(made))
-    found = made.strategy.whole_parameters()  # type: ignore[attr-defined]
+    found = made.strategy.full_parameters()  # type: ignore[attr-defined]
     ours = {name: found[name].double() for name in weights(reference)}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, module.losses)
@@ -255,7 +255,7 @@ def gradients(chosen: Any, make: Callable[[], Any] = Tokens) -> dict[str, Any]:
 
     class Look(pl.Callback):
         def on_before_optimizer_step(self, made: pl.Trainer, *_: Any) -> None:
-            whole = getattr(made.strategy, "whole_gradients", None)
+            whole = getattr(made.strategy, "full_gradients", None)
             named: Any = made.lightning_module.named_parameters()
             found.update(whole() if whole is not None else {n: p.grad.clone() for n, p in named})
 
@@ -279,13 +279,13 @@ def checkpoint(chosen: Any, make: Callable[[], Any] = Tokens) -> dict[str, Any]:
     path, alone = Path(str(box[0])) / "pipeline.ckpt", Path(str(box[0])) / "one.ckpt"
     made = trainer(chosen, max_epochs=2, **validated)
     made.fit(seeded(make), loader(made), loader(made))
-    straight = made.strategy.whole_parameters()  # type: ignore[attr-defined]
+    straight = made.strategy.full_parameters()  # type: ignore[attr-defined]
     made = trainer(chosen, max_epochs=1, **validated)
     made.fit(seeded(make), loader(made), loader(made))
     made.save_checkpoint(path)
     made = trainer(chosen, max_epochs=2, **validated)
     made.fit(seeded(make, 555), loader(made), loader(made), ckpt_path=path)
-    resumed = made.strategy.whole_parameters()  # type: ignore[attr-defined]
+    resumed = made.strategy.full_parameters()  # type: ignore[attr-defined]
     one = seeded(make, 556)
     trainer(max_epochs=2, **validated).fit(one, loader(), loader(), ckpt_path=path)
     reference = seeded(make)
@@ -296,7 +296,7 @@ def checkpoint(chosen: Any, make: Callable[[], Any] = Tokens) -> dict[str, Any]:
     dist.barrier()
     made = trainer(chosen, max_epochs=2, **validated)
     made.fit(seeded(make, 557), loader(made), loader(made), ckpt_path=alone)
-    back = made.strategy.whole_parameters()  # type: ignore[attr-defined]
+    back = made.strategy.full_parameters()  # type: ignore[attr-defined]
     ours, theirs = torch.load(path, weights_only=True), torch.load(alone, weights_only=True)
     states = [c["optimizer_states"][0] for c in (ours, theirs)]
     return {
@@ -326,7 +326,7 @@ def evaluations(chosen: Any, make: Callable[[], Any] = Tokens) -> dict[str, Any]
     alone.fit(reference, loader(), loader())
     predicted: Any = trainer(chosen).predict(module, loader())
     expected: Any = trainer().predict(reference, loader())
-    whole = made.strategy.whole_parameters()  # type: ignore[attr-defined]
+    whole = made.strategy.full_parameters()  # type: ignore[attr-defined]
     with torch.no_grad():
         called = float((module(dataset()[:3][0]) - reference(dataset()[:3][0])).abs().max())
     return {

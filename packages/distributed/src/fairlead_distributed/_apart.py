@@ -43,12 +43,12 @@ def on_all_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
     """
     if not is_dtensor(tensor):
         return tensor
-    whole = tensor.full_tensor()
+    full = tensor.full_tensor()
     mesh = tensor.device_mesh
     if mesh.size() == dist.get_world_size(group):
-        return whole
+        return full
     if absent(tensor):
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    whole = whole.contiguous()
-    dist.broadcast(whole, first_rank(mesh), group)
-    return whole
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    full = full.contiguous()
+    dist.broadcast(full, first_rank(mesh), group)
+    return full

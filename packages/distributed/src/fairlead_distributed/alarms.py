@@ -101,9 +101,9 @@ class Alarms:
         while time.monotonic() < deadline and not self.mailbox.has(f"alarm/{number}"):
             time.sleep(0.05)  # a wait that runs out makes torch print four lines
         while True:
-            told = Alarm(**json.loads(self.mailbox.put_first(f"alarm/{number}", json.dumps(asdict(alarm)))))
-            if told == alarm or alarm.kind == "hang" or told.kind not in ("hang", "left"):
-                return told, number
+            raised = Alarm(**json.loads(self.mailbox.put_first(f"alarm/{number}", json.dumps(asdict(alarm)))))
+            if raised == alarm or alarm.kind == "hang" or raised.kind not in ("hang", "left"):
+                return raised, number
             number += 1
 
     def unheard(self, number: int, seconds: float) -> set[int]:

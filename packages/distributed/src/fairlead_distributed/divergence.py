@@ -118,10 +118,10 @@ def replicated_tensors(
         for of, state in optimizer.state.items():
             name = names.get(id(of), "a parameter that is not the model's")
             if name not in ignored:
-                kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
                 if _divided(of):  # a rank that holds nothing of an expert has no state of it, and no count of steps
-                    kept = {key: value for key, value in kept.items() if is_dtensor(value)}
-                yield from ((f"optimizer {index}, {key} of {name}", value) for key, value in sorted(kept.items()))
+                    tensors = {key: value for key, value in tensors.items() if is_dtensor(value)}
+                yield from ((f"optimizer {index}, {key} of {name}", value) for key, value in sorted(tensors.items()))
 
 
 def _divided(tensor: Tensor) -> bool:
@@ -133,18 +133,18 @@ _LOCAL_STATISTICS: Final = (nn.modules.batchnorm._BatchNorm, nn.modules.instance
 
 def _agree(pairs: Sequence[tuple[str, Tensor | None]], group: dist.ProcessGroup | None) -> bool:
     """Whether each tensor is the same on all ranks that hold it. Every rank gets the same answer."""
-    whole: list[tuple[str, Tensor | None]] = []
+    replicated: list[tuple[str, Tensor | None]] = []
     shards: dict[Any, list[tuple[str, Tensor | None]]] = {}  # by the group that replicates them
     for name, tensor in pairs:
         if tensor is None or not is_dtensor(tensor):
-            whole.append((name, tensor))
+            replicated.append((name, tensor))
         elif tensor.device_mesh.get_coordinate() is not None:
             for dimension, placement in enumerate(tensor.placements):
                 if placement.is_replicate() and tensor.device_mesh.size(dimension) > 1:
                     copies = shards.setdefault(tensor.device_mesh.get_group(dimension), [])
                     copies.append((name, tensor.to_local()))
     differ = sum(len(set(_extremes(_digest(held), 0, among)[:2])) > 1 for among, held in shards.items())
-    least, most, anywhere = _extremes(_digest(whole), differ, group)
+    least, most, anywhere = _extremes(_digest(replicated), differ, group)
     return least == most and anywhere == 0
 
 

@@ -23,15 +23,15 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.whole import named_as, plain_name, plain_state
 
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""
 
 
 @contextmanager
-def whole_state(model: Module, *, rank0_only: bool) -> Iterator[None]:
+def full_state(model: Module, *, rank0_only: bool) -> Iterator[None]:
     """Inside, states of the model and its optimizers are whole and in host memory; on all ranks together."""
     # Moving to the CPU what is there already keeps a view of memory that FSDP frees: a segmentation fault (torch 2.13).
     offload = _computes_on_gpu(model)
@@ -143,10 +143,10 @@ def mixed_units(model: Module) -> dict[str, list[str]]:
     return found
 
 
-def whole_parameters(model: Module) -> dict[str, Tensor]:
+def full_parameters(model: Module) -> dict[str, Tensor]:
     """All parameters by the names of the unsplit model, whole and in host memory, on every rank."""
     names = [plain_name(name) for name, _ in model.named_parameters()]
-    with whole_state(model, rank0_only=False):
+    with full_state(model, rank0_only=False):
         state = plain_state(model.state_dict())
     if not _named(model):
         buffers = {plain_name(name) for name, _ in model.named_buffers()}
@@ -154,7 +154,7 @@ def whole_parameters(model: Module) -> dict[str, Tensor]:
     return {name: state[name].detach().cpu() for name in names}
 
 
-def whole_gradients(model: Module) -> dict[str, Tensor]:
+def full_gradients(model: Module) -> dict[str, Tensor]:
     """The gradients after a backward pass in the same way; without those of parameters that have none.
 
     Also those of flat parameters, which torch's `summon_full_params` does not gather.
@@ -162,7 +162,7 @@ def whole_gradients(model: Module) -> dict[str, Tensor]:
     return _gathered(model, lambda parameter: parameter.grad)
 
 
-def whole_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+def full_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """What an optimizer holds for each parameter, in the same way: `{"head.weight": {"exp_avg": ...}}`.
 
     Numbers, such as Adam's count of steps, are those of this rank, or of the first one that has the parameter's state.
@@ -177,8 +177,8 @@ def whole_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, dict
             value = optimizer.state.get(parameter, {}).get(key)
             return value if _like(value, parameter) else None
 
-        for name, whole in _gathered(model, held).items():
-            found.setdefault(name, {})[key] = whole
+        for name, full in _gathered(model, held).items():
+            found.setdefault(name, {})[key] = full
     own = _numbers(model, optimizer)
     for rank in [own, *gather_objects(own)]:
         for (name, key), value in rank.items():
@@ -224,7 +224,7 @@ def _gathered(model: Module, part: Callable[[Any], Tensor | None]) -> dict[str, 
             shard, numel = flat._shard_param_infos[index], flat._numels[index]
             held = part(flat._params[index] if flat._params is not None else flat)
             # The last place says whether any rank has one.
-            whole = torch.zeros(numel + 1, dtype=flat.dtype, device=handle.device)
+            full = torch.zeros(numel + 1, dtype=flat.dtype, device=handle.device)
             first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
             start = 0 if flat._params is not None else shard.offset_in_shard or 0
             if not handle.uses_sharded_strategy:
@@ -232,11 +232,11 @@ def _gathered(model: Module, part: Callable[[Any], Tensor | None]) -> dict[str, 
                 start = 0 if flat._params is not None else sum(flat._numels[:index])
             if held is not None and first is not None and last is not None:
                 length = last + 1 - first
-                whole[first : last + 1], whole[-1] = held.flatten()[start : start + length], 1
+                full[first : last + 1], full[-1] = held.flatten()[start : start + length], 1
             if handle.uses_sharded_strategy:
-                dist.all_reduce(whole, group=handle.process_group)
-            if whole[-1]:
-                found[_full_name(name, own)] = whole[:-1].view(flat._shapes[index]).cpu()
+                dist.all_reduce(full, group=handle.process_group)
+            if full[-1]:
+                found[_full_name(name, own)] = full[:-1].view(flat._shapes[index]).cpu()
     return found
 
 

@@ -124,14 +124,14 @@ def _mesh_sizes(sharding_strategy: str) -> tuple[int, ...]:
     return (nodes, world // nodes)
 
 
-def mixed_precision_of(asked: bool | MixedPrecision | None) -> MixedPrecision | None:
+def mixed_precision_of(requested: bool | MixedPrecision | None) -> MixedPrecision | None:
     """Torch's policy for `mixed_precision`: True is bfloat16 for everything."""
     from torch.distributed.fsdp import MixedPrecision
 
-    if asked is True:
+    if requested is True:
         half = torch.bfloat16
         return MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
-    return asked or None
+    return requested or None
 
 
 def wrap_fsdp(

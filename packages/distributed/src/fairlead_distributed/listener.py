@@ -135,12 +135,12 @@ def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, tim
     ports, deadline, turn = tuple(ports), time.monotonic() + timeout, 0
     seen: dict[int, Answer] = {}
 
-    def said() -> str | None:
+    def progress() -> str | None:
         left = deadline - time.monotonic()
         text = f"rank {rank} waits for rank 0 of {identity} at {host}; it gives up in {left:.0f} s"
         return text if rank == 1 else None  # one speaks for all
 
-    slow = SlowWait(said)
+    slow = SlowWait(progress)
     while True:
         patience = min(_PATIENCE_FIRST * 1.5**turn, _PATIENCE_LAST, max(0.1, deadline - time.monotonic()))
         for port in ports:

@@ -53,7 +53,9 @@ class MultiNodeTrainingManager:
                 fix="\n".join(["start it with srun or mpirun, or one command on each node:", *commands]),
             )
         found = {"ranks": (world, wanted), **self._nodes(num_nodes, gpus_per_node)}
-        if wrong := [f"{there} {name}, not {asked}" for name, (there, asked) in found.items() if there != asked]:
+        if wrong := [
+            f"{there} {name}, not {requested}" for name, (there, requested) in found.items() if there != requested
+        ]:
             raise ConfigError(
                 f"another job was launched: {', '.join(wrong)}",
                 where=where,
@@ -72,7 +74,7 @@ class MultiNodeTrainingManager:
             "nodes": (topology.num_nodes, num_nodes),
             "ranks on this node": (topology.local_world_size, gpus_per_node),
         }
-        return {name: (int(there.value), asked) for name, (there, asked) in found.items() if there is not None}
+        return {name: (int(there.value), requested) for name, (there, requested) in found.items() if there is not None}
 
     @staticmethod
     def _commands(num_nodes: int, gpus_per_node: int) -> list[str]:

@@ -23,7 +23,7 @@ def module_state(module: Module, *, buffers: bool) -> dict[str, Any]:
         "buffers": {name: buffer.detach() for name, buffer in _buffers(module)} if buffers else {},
         "in_evaluation": [name for name, one in module.named_modules() if not one.training],
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-        "pruned": {name: (kept.detach(), mask) for name, kept, mask in _pruned(module)},
+        "pruned": {name: (original.detach(), mask) for name, original, mask in _pruned(module)},
     }
 
 
@@ -37,12 +37,12 @@ def restore_module(module: Module, state: Mapping[str, Any]) -> None:
     for name, buffer in state["buffers"].items():
         if name in buffers and buffers[name].shape == buffer.shape:
             buffers[name].copy_(buffer)
-    for name, (kept, mask) in state.get("pruned", {}).items():
+    for name, (original, mask) in state.get("pruned", {}).items():
         path, _, parameter = name.rpartition(".")
         owner = module.get_submodule(path)
         if not hasattr(owner, f"{parameter}_mask"):
             prune.custom_from_mask(owner, parameter, mask)  # type: ignore[no-untyped-call]
-        getattr(owner, f"{parameter}_orig").copy_(kept)
+        getattr(owner, f"{parameter}_orig").copy_(original)
         getattr(owner, f"{parameter}_mask").copy_(mask)
     restore_flags(module, state)
 

@@ -193,7 +193,7 @@ def _await_listener(endpoint: Endpoint, rank: int, name: str, deadline: float) -
     """The address that answers, in numbers: torch connects to the same machine, and asks no name server again."""
     # A plain connect tells "name unknown", "refused" and "no answer" apart; the store's own client says one thing.
     started, pause = time.monotonic(), 0.02
-    slow = SlowWait(lambda: _said_waiting(rank, name, endpoint, deadline))
+    slow = SlowWait(lambda: _waiting_line(rank, name, endpoint, deadline))
     while True:
         try:
             patience = min(5.0, max(0.1, _seconds(deadline)))
@@ -218,7 +218,7 @@ def _await_listener(endpoint: Endpoint, rank: int, name: str, deadline: float) -
         pause = min(1.0, pause * 1.5)
 
 
-def _said_waiting(rank: int, name: str, endpoint: Endpoint, deadline: float) -> str | None:
+def _waiting_line(rank: int, name: str, endpoint: Endpoint, deadline: float) -> str | None:
     """Of the many that wait for rank 0, one speaks."""
     text = f"rank {rank} waits for {name} at {endpoint}; it gives up in {_seconds(deadline):.0f} s"
     return text if rank == 1 else None

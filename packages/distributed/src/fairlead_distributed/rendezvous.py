@@ -84,7 +84,7 @@ class _Meeting:
             self.decline(generation, self.declines)
         mailbox.arrive(f"{generation}/facts", self.facts.to_json())
         read, unread, pause = 0, set[int](), _POLL_FIRST
-        slow = SlowWait(partial(self.said_absent, generation))
+        slow = SlowWait(partial(self.absent_line, generation))
         while not mailbox.has(f"{generation}/facts/all"):
             if mailbox.has(f"{generation}/failed"):
                 self.fail(generation, json.loads(mailbox.read([f"{generation}/failed"])[0]))
@@ -144,7 +144,7 @@ class _Meeting:
         found = self.mailbox.read([f"{generation}/facts/{rank}" for rank in ranks])
         return {rank: RankFacts.from_json(text) for rank, text in zip(ranks, found, strict=True)}
 
-    def said_absent(self, generation: int) -> str | None:
+    def absent_line(self, generation: int) -> str | None:
         missing = self.mailbox.missing(f"{generation}/facts")
         hosts = "; ".join(absent_lines(missing, {}, self.start)[:4]).replace("missing: ", "")
         left = self.deadline - time.monotonic()

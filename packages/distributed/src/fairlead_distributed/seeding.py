@@ -214,10 +214,10 @@ def global_mean_std(
         raise _differ(-least, most)
     mean, squares = (reducible(one if found else torch.zeros(int(most)), group) for one in (own.mean, own.squares))
     sums = all_reduce(torch.cat([mean * own.count, mean.new_tensor([own.count])]), group=group)
-    whole, count = sums[:-1] / sums[-1], sums[-1]
-    squares = all_reduce(squares + own.count * (mean - whole).square(), group=group)
+    mean_of_all, count = sums[:-1] / sums[-1], sums[-1]
+    squares = all_reduce(squares + own.count * (mean - mean_of_all).square(), group=group)
     std = (squares / (count - correction)).sqrt()
-    return (whole[0], std[0]) if feature_dim is None else (whole, std)
+    return (mean_of_all[0], std[0]) if feature_dim is None else (mean_of_all, std)
 
 
 class _Moments:

@@ -21,8 +21,8 @@ def use_threads(resolution: Resolution, environ: Mapping[str, str]) -> None:
     torch heeds OMP_NUM_THREADS, and a script may have asked for fewer; else each rank would take all CPUs of a node.
     """
     count = int(resolution.value("threads"))
-    asked = resolution.trainer.threads != "auto"
-    if asked or ("OMP_NUM_THREADS" not in environ and count < torch.get_num_threads()):
+    requested = resolution.trainer.threads != "auto"
+    if requested or ("OMP_NUM_THREADS" not in environ and count < torch.get_num_threads()):
         torch.set_num_threads(count)
 
 

@@ -26,7 +26,7 @@ from fairlead_hpc_signals.decision import (
     DECISION,
     AgreementError,
     Answer,
-    Asked,
+    Requested,
     StopDecision,
     decide,
     no_agreement,
@@ -63,21 +63,21 @@ class LocalAgreement:
         """For what follows a decision."""
         self.failure: AgreementError | None = None
         """A single process agrees with itself."""
-        self.asked_by: Asked | None = None
+        self.requested_by: Requested | None = None
         """The call of `ask`, if there was one."""
         self._flags = flags
         self._save_wanted = False
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether to stop at the next boundary."""
-        return self._flags.raised or self.asked_by is not None
+        return self._flags.raised or self.requested_by is not None
 
     def boundary(self, number: int) -> Agreed | None:
         """What to do here: whether a signal has come, or `ask` or `ask_save` was called."""
-        if self.asked:
+        if self.requested:
             if self.decision is None:
-                self.decision = decide([Answer(number, request_of(0, self._flags, self.asked_by))])
+                self.decision = decide([Answer(number, request_of(0, self._flags, self.requested_by))])
             if number >= self.decision.boundary:
                 return "stop"
         wanted, self._save_wanted = self._save_wanted, False
@@ -85,7 +85,7 @@ class LocalAgreement:
 
     def ask(self, why: str, *, final: bool = False) -> None:
         """Asks for a stop without a signal; `final`: no other start is wanted."""
-        self.asked_by = Asked.now(why, final=final, before=self.asked_by)
+        self.requested_by = Requested.now(why, final=final, before=self.requested_by)
 
     def ask_save(self) -> None:
         """Asks for a save at the next boundary, from any thread."""
@@ -124,7 +124,7 @@ class StopAgreement:
         """Where all stop; None before that was agreed on."""
         self.failure: AgreementError | None = None
         """Why there is no decision, though a stop was asked for."""
-        self.asked_by: Asked | None = None
+        self.requested_by: Requested | None = None
         """The call of `ask` on this rank, if there was one."""
         self._pid = os.getpid()
         self._flags = flags
@@ -171,13 +171,13 @@ class StopAgreement:
         return cls(flags, store, dist.get_rank(), dist.get_world_size(), plane=plane, **options)
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether any rank was asked to stop, as far as this one knows."""
         return self._stopping.is_set() or self._wants_stop
 
     @property
     def _wants_stop(self) -> bool:
-        return self._flags.raised or self.asked_by is not None
+        return self._flags.raised or self.requested_by is not None
 
     # -- the main thread
 
@@ -200,7 +200,7 @@ class StopAgreement:
 
         `final`: no other start is wanted.
         """
-        self.asked_by = Asked.now(why, final=final, before=self.asked_by)
+        self.requested_by = Requested.now(why, final=final, before=self.requested_by)
         self._ask_stop()
 
     def ask_save(self) -> None:
@@ -241,9 +241,9 @@ class StopAgreement:
 
     def _wait_for_decision(self, number: int) -> Agreed | None:
         while self._frozen and self.failure is None:  # the next round may have begun already
-            patience = self._answer_timeout + _MARGIN + (self._start_timeout if self.asked else 0.0)
+            patience = self._answer_timeout + _MARGIN + (self._start_timeout if self.requested else 0.0)
             if not self._settled.wait(patience):
-                if self.asked:
+                if self.requested:
                     raise AgreementError("the ranks did not agree on a stop: the store does not answer")
                 return None
         if self.failure is not None and self._frozen:
@@ -342,7 +342,7 @@ class StopAgreement:
                 return
             self._answered = number
             wanted, self._save_wanted = self._save_wanted, False
-            answer = Answer(self._entered + 1, request_of(mailbox.rank, self._flags, self.asked_by), wanted)
+            answer = Answer(self._entered + 1, request_of(mailbox.rank, self._flags, self.requested_by), wanted)
             arrived = mailbox.arrive(f"{number}/answer", ANSWER.dump_json(answer).decode())
         if arrived and mailbox.has(f"{number}/asked"):  # and is not the end of the training, for all ranks
             self._conclude(mailbox, number)

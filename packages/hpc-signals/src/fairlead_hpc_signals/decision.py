@@ -75,7 +75,7 @@ ANSWER: Final = TypeAdapter(Answer)
 DECISION: Final = TypeAdapter(StopDecision)
 
 
-class Asked(NamedTuple):
+class Requested(NamedTuple):
     """A call of `ask`: why, when, and whether no other start is wanted."""
 
     why: str
@@ -83,20 +83,20 @@ class Asked(NamedTuple):
     final: bool
 
     @classmethod
-    def now(cls, why: str, *, final: bool, before: Asked | None) -> Asked:
+    def now(cls, why: str, *, final: bool, before: Requested | None) -> Requested:
         """A call now: the first one counts, but for one that wants no other start."""
         return before if before is not None and (before.final or not final) else cls(why, time.time(), final)
 
 
-def request_of(rank: int, flags: SignalFlags, asked: Asked | None) -> StopRequest | None:
+def request_of(rank: int, flags: SignalFlags, requested: Requested | None) -> StopRequest | None:
     """What this rank has been asked so far, by signals or by a call of `ask`."""
     came, counts = flags.flags, flags.counts
-    if not came and asked is None:
+    if not came and requested is None:
         return None
-    times = [flag.time for flag in came[:1]] + ([asked.time] if asked else [])
+    times = [flag.time for flag in came[:1]] + ([requested.time] if requested else [])
     # A path in the reason may be no valid Unicode, which pydantic refuses: no stop must fail by that.
-    why = asked.why.encode(errors="replace").decode() if asked else None
-    return StopRequest(rank, counts, min(times), why, asked is not None and asked.final)
+    why = requested.why.encode(errors="replace").decode() if requested else None
+    return StopRequest(rank, counts, min(times), why, requested is not None and requested.final)
 
 
 def decide(answers: Iterable[Answer]) -> StopDecision:

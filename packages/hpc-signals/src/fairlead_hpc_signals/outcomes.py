@@ -79,7 +79,7 @@ class StopOutcome:
     refused: str | None = None
     unsaved: str | None = None
     without: tuple[int, ...] = ()
-    asked: str | None = None
+    requested: str | None = None
 
     def exit(self) -> NoReturn:
         """Ends the process with the exit code."""
@@ -96,7 +96,7 @@ class StopOutcome:
         lists = {name: tuple(data[name]) for name in ("cut", "without")}
         return cls(**{**data, "reason": StopReason(**data["reason"]), **lists})
 
-    def told(
+    def summary(
         self,
         saved: str = "everything is saved",
         where: str = "",
@@ -110,11 +110,11 @@ class StopOutcome:
             earlier: Which checkpoint counts where nothing could be saved, as a sentence without its full stop; None:
                 there is none.
         """
-        kept = saved
+        outcome_text = saved
         if self.unsaved is not None:
-            kept = f"not saved there: {self.unsaved}. {earlier or NO_CHECKPOINT}"
-        because = f"as {self.asked}" if self.asked else _BECAUSE.get(self.reason.why, "asked to stop")
-        stopped = f"stopped{where}, {because}; {kept}"
+            outcome_text = f"not saved there: {self.unsaved}. {earlier or NO_CHECKPOINT}"
+        because = f"as {self.requested}" if self.requested else _BECAUSE.get(self.reason.why, "asked to stop")
+        stopped = f"stopped{where}, {because}; {outcome_text}"
         if self.error:
             again = "The job does not restart by itself" if self.start_wanted else "It restarts all the same"
             return f"{stopped}. {again}:\n{self.error}"
@@ -159,7 +159,7 @@ def planned(
     wanted = wanted and refused is None
     end = policy.final_code or exit_code_without_requeue(signals)
     code = (requeue_code or REQUEUE_EXIT_CODE) if wanted else end
-    return StopOutcome(code, reason, wanted, refused=refused, asked=final)
+    return StopOutcome(code, reason, wanted, refused=refused, requested=final)
 
 
 def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy) -> bool:

@@ -26,7 +26,7 @@ class Question:
         self._ask = ask
         self._deadline = deadline
         self._policy = policy
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         self._answered = threading.Event()
         self._starting = threading.Lock()
         self.reason = StopReason("unknown", "the scheduler did not answer in time")
@@ -41,21 +41,21 @@ class Question:
     def start(self) -> None:
         """Asks, unless it was asked before."""
         with self._starting:
-            if self._asked_at is None:
-                self._asked_at = time.monotonic()
+            if self._requested_at is None:
+                self._requested_at = time.monotonic()
                 threading.Thread(target=self._run, name="fairlead-ask", daemon=True).start()
 
     def answer(self) -> StopReason:
         """The answer, once it is there or there is no more time to wait for it."""
         self.start()
-        assert self._asked_at is not None
-        patience = self._asked_at + self._policy.ask_timeout_s - time.monotonic()
+        assert self._requested_at is not None
+        patience = self._requested_at + self._policy.ask_timeout_s - time.monotonic()
         self._answered.wait(max(0.0, min(patience, self._deadline.left_of(_SHARE))))
         return self.reason
 
     def answer_now(self) -> StopReason | None:
         """What the scheduler says by now: a person may have cancelled the job meanwhile; None: nothing new."""
-        if not self._answered.is_set() or self._asked_at is None or time.monotonic() - self._asked_at < _STALE:
+        if not self._answered.is_set() or self._requested_at is None or time.monotonic() - self._requested_at < _STALE:
             return None
         now = self._ask(min(_AGAIN, self._policy.ask_timeout_s))
         return now if now.why != "unknown" else None

@@ -170,7 +170,7 @@ def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -
             requeuer.not_again()
         except FairleadError as error:
             return replace(plan, error=error.block())
-        if plan.asked is not None:
+        if plan.requested is not None:
             _cancel(requeuer)
         return plan
     while True:

@@ -73,8 +73,8 @@ class SLURM(SchedulerRequeue):
                 why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not start it",
                 fix="submit it with `sbatch --requeue`; or `requeue: none`, if it must not restart",
             )
-        asked = ["scontrol", "write", "batch_script", job[-1], "-"]
-        script, _ = ask(asked, time.monotonic() + _CHECK_TIMEOUT, environ)
+        requested = ["scontrol", "write", "batch_script", job[-1], "-"]
+        script, _ = ask(requested, time.monotonic() + _CHECK_TIMEOUT, environ)
         if _EXPEDITED.search(script) and not _ENDS_WELL.search(script):
             yield Finding(
                 "warning",

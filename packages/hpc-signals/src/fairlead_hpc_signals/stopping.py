@@ -145,7 +145,7 @@ class PreemptionGuard:
         Then that rank is gone, and the stop is carried out without it: see `ended_by`. One that was gone before has
         failed: the SIGTERM by which srun or torchrun then ends the others asks for no stop.
         """
-        if self._agreement is None or not self._agreement.asked or self.outcome is not None:
+        if self._agreement is None or not self._agreement.requested or self.outcome is not None:
             return False
         if isinstance(error, AgreementError):
             return bool(error.missing)
@@ -319,7 +319,7 @@ class PreemptionGuard:
 
 
 def _tell(outcome: StopOutcome) -> None:
-    to_stderr(outcome.told())
+    to_stderr(outcome.summary())
 
 
 def build(config: RequeueConfigBase, context: BuildContext, flags: SignalFlags | None = None) -> PreemptionGuard:

@@ -75,11 +75,11 @@ class SwitchFiles:
 
         It stays as well where the job starts again all the same: then it is to stop once more.
         """
-        if outcome.asked is None or outcome.reason.scheduler_requeues or outcome.error is not None:
+        if outcome.requested is None or outcome.reason.scheduler_requeues or outcome.error is not None:
             return
         with suppress(OSError):  # a disk that refused the checkpoint may refuse this
             switch = find_switch(self._run, STOP)
-            if switch is not None and str(switch) == outcome.asked:
+            if switch is not None and str(switch) == outcome.requested:
                 take_switch(switch)
 
     # -- the thread

@@ -25,7 +25,7 @@ from typing import Final, Literal, NoReturn, Protocol, TypeVar
 
 from fairlead.facts import StopReason
 from fairlead_hpc_signals.deadline import Deadline
-from fairlead_hpc_signals.decision import AgreementError, Asked, StopDecision
+from fairlead_hpc_signals.decision import AgreementError, Requested, StopDecision
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, planned
 from fairlead_hpc_signals.question import Question
@@ -58,11 +58,11 @@ class Agreement(Protocol):
         """For what follows a decision."""
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether any rank was asked to stop, as far as this one knows."""
 
     @property
-    def asked_by(self) -> Asked | None:
+    def requested_by(self) -> Requested | None:
         """The call on this rank that asked for a stop without a signal."""
 
     @property
@@ -169,9 +169,9 @@ class StopWatch:
         elif self._deadline.in_job:
             self._asking(self._hear_early)
         seen, since, said = self._progress(), time.monotonic(), False
-        standing, asked_at = own_standing(), -math.inf
+        standing, requested_at = own_standing(), -math.inf
         while not self._closed.wait(_LOOK_S):
-            if not self._agreement.asked or self.phase == "requeue":
+            if not self._agreement.requested or self.phase == "requeue":
                 continue
             now = self._progress()
             if now != seen:
@@ -185,8 +185,8 @@ class StopWatch:
             still = time.monotonic() - since
             if still < _SAY_S:
                 continue
-            if time.monotonic() - asked_at > _ASK_S:
-                standing, asked_at = self.overdue.standing(), time.monotonic()
+            if time.monotonic() - requested_at > _ASK_S:
+                standing, requested_at = self.overdue.standing(), time.monotonic()
             limit = standing.patience_s if self.overdue.progress is not None else math.inf
             if self._leads and not said:
                 said = True
@@ -240,8 +240,8 @@ class StopWatch:
 
     def _share_deadline(self) -> Deadline:
         """The deadline, with what rank 0 has heard from the scheduler; asked for only when it counts."""
-        told = self._question.reason.remaining_s if self._leads else None
-        if self._leads and told is not None and not self._shared:
+        summary = self._question.reason.remaining_s if self._leads else None
+        if self._leads and summary is not None and not self._shared:
             self._shared = True
             self._asking(lambda: self._mailbox.put(_DEADLINE, str(time.time() + self._deadline.left())))
         elif not self._leads and not self._shared and self._deadline.left_to_save() < 0:
@@ -270,7 +270,7 @@ class StopWatch:
         if overdue.record is not None:
             overdue.record(plan)
         outcome = requeued(plan, requeuer, self._deadline)
-        (overdue.tell or (lambda told: to_stderr(told.told())))(outcome)
+        (overdue.tell or (lambda summary: to_stderr(summary.summary())))(outcome)
         self._asking(lambda: self._mailbox.put(OUTCOME, outcome.to_json()))
         self.carried_out(outcome)
         return outcome
@@ -278,8 +278,14 @@ class StopWatch:
     @property
     def _final(self) -> str | None:
         """Who asked that the job not start again, as far as this rank knows."""
-        asked, decision = self._agreement.asked_by, self._agreement.decision
-        return decision.final if decision is not None else asked.why if asked is not None and asked.final else None
+        requested, decision = self._agreement.requested_by, self._agreement.decision
+        return (
+            decision.final
+            if decision is not None
+            else requested.why
+            if requested is not None and requested.final
+            else None
+        )
 
     def _leave(self, missing: int) -> None:
         """Rank 0 may host the store, without which the others would take this end for a failure: it goes last."""

@@ -78,8 +78,8 @@ class Fairlead(TrainerCallback):
         self._run = run_config(run)
         self._plugins = plugins if plugins is not None else default_plugins()
         self._environ = os.environ if environ is None else environ
-        asked = {"requeue": requeue} if requeue is not None else {}
-        self._config = TrainerConfig.model_validate(asked, context={"plugins": self._plugins})
+        requested = {"requeue": requeue} if requeue is not None else {}
+        self._config = TrainerConfig.model_validate(requested, context={"plugins": self._plugins})
         self._guard = guard
         self._copy_to = copy_to
         self._of: _TrainerRun | None = None

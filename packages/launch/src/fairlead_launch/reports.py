@@ -85,7 +85,7 @@ def leave_to_rank_0(error: FairleadError, rank: int) -> None:
     if rank == 0:
         return
     vars(error)["other_rank"] = rank
-    _shown_by(error, said_after_rank_0)
+    _shown_by(error, shown_after_rank_0)
 
 
 def show_without_traceback(error: FairleadError) -> None:
@@ -109,7 +109,7 @@ def _shown_by(error: FairleadError, show: Callable[[FairleadError], bool]) -> No
     sys.excepthook = hook
 
 
-def said_after_rank_0(error: FairleadError) -> bool:
+def shown_after_rank_0(error: FairleadError) -> bool:
     """Says in one line what was left to rank 0; False where nothing was.
 
     A launcher that ends all ranks with the first one must not end rank 0 before it has spoken, and mostly ends this one

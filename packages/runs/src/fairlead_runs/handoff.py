@@ -24,7 +24,7 @@ class Handoff:
     path: str
     start: int
     checkpoint: str | None
-    asked: str = ""
+    requested: str = ""
     finished: str | None = None
     weights: str | None = None
 

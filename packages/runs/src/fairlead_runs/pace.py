@@ -47,9 +47,9 @@ def pace(run: RunState, now: float) -> Pace:
     trainer = _trainer(run.path)
     saved = _last(events, "checkpoint")
     speed = _speed(events, run)
-    limit, step = _whole(trainer.get("max_steps")), run.step
+    limit, step = _integer(trainer.get("max_steps")), run.step
     checkpoint = trainer.get("checkpoint")
-    every = _whole(checkpoint.get("every_n_steps")) if isinstance(checkpoint, dict) else None
+    every = _integer(checkpoint.get("every_n_steps")) if isinstance(checkpoint, dict) else None
     minutes = checkpoint.get("every_n_minutes") if isinstance(checkpoint, dict) else None
     following = (step // every + 1) * every if every and step is not None else None
     due = [(following - step) / speed] if following is not None and step is not None and speed else []
@@ -96,7 +96,7 @@ def _trainer(path: Path) -> Mapping[str, Any]:
     return trainer if isinstance(trainer, dict) else {}
 
 
-def _whole(value: object) -> int | None:
+def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

@@ -45,13 +45,13 @@ class FabricFSDP(FSDPStrategy):
         )
         return context
 
-    def whole_parameters(self, module: Module) -> dict[str, Tensor]:
+    def full_parameters(self, module: Module) -> dict[str, Tensor]:
         """All parameters of a module that was set up, by their names, whole and on the CPU; on all ranks together."""
-        return fsdp_state.whole_parameters(_root(module))
+        return fsdp_state.full_parameters(_root(module))
 
-    def whole_gradients(self, module: Module) -> dict[str, Tensor]:
+    def full_gradients(self, module: Module) -> dict[str, Tensor]:
         """Its gradients after a backward pass in the same way; without those of parameters that have none."""
-        return fsdp_state.whole_gradients(_root(module))
+        return fsdp_state.full_gradients(_root(module))
 
     def save_checkpoint(
         self,
@@ -63,14 +63,14 @@ class FabricFSDP(FSDPStrategy):
         """As Lightning does; whole states on a CPU are gathered here, where its way ends in a segmentation fault."""
         modules = [part for part in state.values() if isinstance(part, Module) and _is_sharded(part)]
         if self._state_dict_type == "full" and self.root_device.type == "cpu" and len(modules) == 1:
-            whole: dict[str, Any] = {}
-            with fsdp_state.whole_state(modules[0], rank0_only=True):
+            full: dict[str, Any] = {}
+            with fsdp_state.full_state(modules[0], rank0_only=True):
                 for key, part in state.items():
-                    whole[key] = _gathered(modules[0], part)
+                    full[key] = _gathered(modules[0], part)
                     if filter is not None and key in filter:
-                        whole[key] = {name: value for name, value in whole[key].items() if filter[key](name, value)}
+                        full[key] = {name: value for name, value in full[key].items() if filter[key](name, value)}
             if self.is_global_zero:
-                torch.save(whole, path)
+                torch.save(full, path)
             return
         super().save_checkpoint(path, state, storage_options, filter)
 

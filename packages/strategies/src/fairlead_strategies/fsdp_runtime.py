@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_distributed import fsdp_state
+from fairlead_distributed.full_state import named_as, plain_state
 from fairlead_distributed.fully_sharded import mixed_precision_of
-from fairlead_distributed.whole import named_as, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.fsdp_fabric import FabricFSDP
@@ -89,17 +89,17 @@ class FSDPStrategy(LightningFSDP):
         assert isinstance(root, FullyShardedDataParallel)
         root.clip_grad_norm_(clip_val)  # of all its parameters: automatic optimization has one optimizer
 
-    def whole_parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> dict[str, Tensor]:
         """All parameters by the names of the unsplit module, whole and on the CPU; on all ranks together."""
-        return fsdp_state.whole_parameters(self._root)
+        return fsdp_state.full_parameters(self._root)
 
-    def whole_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """The gradients after a backward pass in the same way; without those of parameters that have none."""
-        return fsdp_state.whole_gradients(self._root)
+        return fsdp_state.full_gradients(self._root)
 
-    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
         """What an optimizer holds for each parameter in the same way, by the parameters' names."""
-        return fsdp_state.whole_optimizer_state(self._root, optimizer)
+        return fsdp_state.full_optimizer_state(self._root, optimizer)
 
     @property
     def _root(self) -> Module:
@@ -109,7 +109,7 @@ class FSDPStrategy(LightningFSDP):
     def _state(self) -> AbstractContextManager[None]:
         if self._state_dict_type == "sharded":
             return fsdp_state.sharded_state(self._root)
-        return fsdp_state.whole_state(self._root, rank0_only=True)
+        return fsdp_state.full_state(self._root, rank0_only=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights: this rank's part, or gathered on rank 0."""
@@ -151,7 +151,7 @@ class FSDPStrategy(LightningFSDP):
         """Whole weights, and whole states of the optimizers; shards are loaded where they are read."""
         if "state_dict" not in checkpoint:
             return
-        with fsdp_state.whole_state(self._root, rank0_only=False):
+        with fsdp_state.full_state(self._root, rank0_only=False):
             self._root.load_state_dict(named_as(self._root, checkpoint["state_dict"]), strict=strict)
 
     @property
@@ -162,7 +162,7 @@ class FSDPStrategy(LightningFSDP):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Whole states of the optimizers, each rank takes its part."""
         if checkpoint["optimizer_states"]:
-            with fsdp_state.whole_state(self._root, rank0_only=False):
+            with fsdp_state.full_state(self._root, rank0_only=False):
                 self._load_optimizers(checkpoint["optimizer_states"])
 
     def _load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, known_formats
-from fairlead_checkpoint_io.commands.destination import prepare_target, source_and_target, write_whole
+from fairlead_checkpoint_io.commands.destination import prepare_target, source_and_target, write_at_once
 from fairlead_checkpoint_io.commands.sources import Source, size_text, sources
 from fairlead_checkpoint_io.commands.states import only_weights, read_any
 from fairlead_checkpoint_io.own_formats import torch_file
@@ -62,7 +62,7 @@ def _written(name: str, session: Session) -> CheckpointFormat:
 def _write(to: CheckpointFormat, state: dict[str, Any], target: Path, source: Source) -> list[str]:
     """Writes durably, whole or not at all; gives what the format could not hold."""
     left_out: list[str] = []
-    write_whole(
+    write_at_once(
         target,
         lambda path: left_out.extend(pkgutil.resolve_name(str(to.write))(state, path, source.content)),
         folder=to.folder,

@@ -63,7 +63,7 @@ def prepare_target(target: Path, *sources: Path, session: Session, overwrite: bo
         )
 
 
-def write_whole(target: Path, write: Callable[[Path], object], *, folder: bool = False) -> None:
+def write_at_once(target: Path, write: Callable[[Path], object], *, folder: bool = False) -> None:
     """Has `write` make a file, or fill an empty folder, beside `target`, which is replaced when that is durable."""
     system = Syscalls()
     staged = target.with_name(f".tmp-{target.name[:100]}.{secrets.token_hex(4)}")

@@ -13,7 +13,7 @@ from fairlead import yaml
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead_checkpoint_io.commands.convert import describe, report
-from fairlead_checkpoint_io.commands.destination import source_and_target, write_whole
+from fairlead_checkpoint_io.commands.destination import source_and_target, write_at_once
 from fairlead_checkpoint_io.commands.sources import Source, size_text
 from fairlead_checkpoint_io.commands.states import read_any, weights_of, write_weights
 from fairlead_checkpoint_io.files.formats import WEIGHTS_FILE
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             files = {name: hash_file(folder / name) for name in sorted(os.listdir(folder))}
             (folder / MANIFEST).write_bytes(Manifest.now(files, metadata).dump())
 
-        write_whole(target, fill, folder=True)
+        write_at_once(target, fill, folder=True)
         report(source, target, arguments, session, to="export", left_out=left_out)
     return 0
 

@@ -21,8 +21,8 @@ from fairlead_checkpoint_io.files.shards import Shards, read_shards
 from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 from fairlead_checkpoint_io.files.writing import write_state
+from fairlead_distributed.full_state import plain_name, plain_state
 from fairlead_distributed.run.registry import MODEL, OWN
-from fairlead_distributed.whole import plain_name, plain_state
 from fairlead_runs.commit.files import disk_error
 
 _MODEL: Final = "state_dict"
@@ -267,11 +267,11 @@ def _own_memory(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[s
     """Takes parts of larger buffers out of them (DeepSpeed's are such); what was one tensor stays one."""
     taken: dict[tuple[Any, ...], torch.Tensor] = {}
     for name, value in weights:
-        whole = value.untyped_storage()
-        if whole.nbytes() == value.nbytes:
+        storage = value.untyped_storage()
+        if storage.nbytes() == value.nbytes:
             yield name, value
             continue
-        key = (whole.data_ptr(), value.storage_offset(), value.shape, value.stride())
+        key = (storage.data_ptr(), value.storage_offset(), value.shape, value.stride())
         yield name, taken.setdefault(key, value.clone())
 
 

@@ -64,7 +64,9 @@ def _profiled_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def load_asked(arguments: argparse.Namespace, session: Session, overrides: Sequence[str] | None = None) -> LoadedJob:
+def load_requested(
+    arguments: argparse.Namespace, session: Session, overrides: Sequence[str] | None = None
+) -> LoadedJob:
     """The job that a command names; `overrides` in place of its `--set`."""
     return load_job(
         arguments.job,
@@ -77,7 +79,7 @@ def load_asked(arguments: argparse.Namespace, session: Session, overrides: Seque
 
 def load_and_check(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     """Loads and checks the job that a command names."""
-    loaded = load_asked(arguments, session)
+    loaded = load_requested(arguments, session)
     return check_job(
         loaded, environ=session.environ, plugins=session.plugins, profile=arguments.profile, cwd=session.cwd
     )

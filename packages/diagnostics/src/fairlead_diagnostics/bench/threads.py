@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.checks import check_job
-from fairlead.cli.job import load_asked
+from fairlead.cli.job import load_requested
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.detect import choose_environment
@@ -127,7 +127,7 @@ def _refuse_ranks(session: Session) -> None:
 
 def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> LoadedJob:
     """The job as it is written, once what a trial makes of it was checked."""
-    loaded = load_asked(arguments, session)
+    loaded = load_requested(arguments, session)
     if loaded.job is None:
         raise_errors(loaded.findings)
     job = loaded.job
@@ -135,7 +135,7 @@ def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> Lo
     arguments.overrides = [*arguments.overrides, *as_words(plugins_as_fields(loaded))[1::2]]
     settings = trial_settings(job, layout, _PILOT, Path("bench"))
     words = [*arguments.overrides, *as_words(settings)[1::2]]
-    changed = load_asked(arguments, session, words)
+    changed = load_requested(arguments, session, words)
     checked = check_job(
         changed, environ=session.environ, plugins=session.plugins, purpose="check", cwd=session.cwd, uses_run=False
     )

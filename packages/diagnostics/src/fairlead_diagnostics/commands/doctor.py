@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.cli.job import load_asked, set_argument
+from fairlead.cli.job import load_requested, set_argument
 from fairlead.cli.session import Session
 from fairlead.config import JobConfig, RunConfig, TrainerConfig
 from fairlead.config_bases import AcceleratorConfigBase
@@ -121,7 +121,7 @@ def _job(arguments: argparse.Namespace, session: Session) -> JobConfig | None:
         if arguments.overrides:
             raise ConfigError("--set is for a job", where="--set", fix="name the job, too")
         return None
-    loaded = load_asked(arguments, session)
+    loaded = load_requested(arguments, session)
     raise_errors(loaded.findings)
     return loaded.job
 

@@ -70,8 +70,8 @@ class WholeState(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self._parameters.items():
             value = state_dict.get(prefix + name)
-            whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if isinstance(parameter, DTensor) and whole and value.shape == parameter.shape:
+            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 # Every rank has the whole tensor: nothing is sent.
                 value = value.to(parameter.device)

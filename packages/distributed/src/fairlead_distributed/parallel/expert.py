@@ -30,7 +30,7 @@ from fairlead_distributed.parallel._layers import check_divisible
 from fairlead_distributed.parallel._local import derived
 from fairlead_distributed.rng import isolated_rng
 
-__all__ = ["AbsentExpert", "ExpertParallel", "parallelize_experts", "whole_experts"]
+__all__ = ["AbsentExpert", "ExpertParallel", "full_experts", "parallelize_experts"]
 
 ROUTERS = ("router", "gate")
 CHOSEN = ("top_k", "num_experts_per_tok")
@@ -144,13 +144,13 @@ def mixtures_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def whole_experts(module: nn.Module) -> dict[str, Tensor]:
+def full_experts(module: nn.Module) -> dict[str, Tensor]:
     """All experts' weights under the names of the undivided model, on every rank. Call it on all of them.
 
     Example:
-        >>> state = {**model.state_dict(), **whole_experts(model)}  # doctest: +SKIP
+        >>> state = {**model.state_dict(), **full_experts(model)}  # doctest: +SKIP
     """
-    whole: dict[str, Tensor] = {}
+    full: dict[str, Tensor] = {}
     for name, mixture in module.named_modules():
         mesh: DeviceMesh | None = mixture.__dict__.get("_expert_mesh")
         if mesh is None:
@@ -161,10 +161,10 @@ def whole_experts(module: nn.Module) -> dict[str, Tensor]:
             absent = isinstance(expert, AbsentExpert)
             tensors = expert.tensors if absent else expert.state_dict()
             for key, x in tensors.items():
-                kept = torch.empty_like(x, device=mesh.device_type) if absent else x.detach().clone()
-                dist.broadcast(kept, group=mesh.get_group(), group_src=number // each)
-                whole[".".join(part for part in (name, "experts", str(number), key) if part)] = kept
-    return whole
+                changed = torch.empty_like(x, device=mesh.device_type) if absent else x.detach().clone()
+                dist.broadcast(changed, group=mesh.get_group(), group_src=number // each)
+                full[".".join(part for part in (name, "experts", str(number), key) if part)] = changed
+    return full
 
 
 def _part(mixture: nn.Module, names: tuple[str, ...]) -> str | None:
@@ -205,13 +205,13 @@ def _check_forward(mixture: nn.Module, where: str) -> bool:
         with torch.no_grad(), isolated_rng(0):
             x = torch.randn(1, 32, router.in_features, dtype=router.weight.dtype).to(router.weight.device)
             out = mixture(x)
-            expected = [_whole(mixture, x, normalised) for normalised in (True, False)]
+            expected = [_full(mixture, x, normalised) for normalised in (True, False)]
     finally:
         mixture.train(training)
-    kept = [n for n, v in vars(mixture).items() if n != "training" and (n not in before or before[n] is not v)]
-    if kept:
+    changed = [n for n, v in vars(mixture).items() if n != "training" and (n not in before or before[n] is not v)]
+    if changed:
         raise ConfigError(
-            f"the mixture's forward sets {kept[0]!r}, which nothing would set any more",
+            f"the mixture's forward sets {changed[0]!r}, which nothing would set any more",
             where=where,
             fix="compute it outside of the mixture, from the router's outputs",
         )
@@ -241,7 +241,7 @@ def _choose(mixture: nn.Module, tokens: Tensor, normalised: bool) -> tuple[Tenso
     return (weights / weights.sum(-1, keepdim=True) if normalised else weights).to(tokens.dtype), chosen
 
 
-def _whole(mixture: nn.Module, x: Tensor, normalised: bool) -> Tensor:
+def _full(mixture: nn.Module, x: Tensor, normalised: bool) -> Tensor:
     tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = _choose(mixture, tokens, normalised)
     experts: Any = mixture.experts
@@ -253,8 +253,8 @@ def _whole(mixture: nn.Module, x: Tensor, normalised: bool) -> Tensor:
 def _divide(mixture: nn.Module, mesh: DeviceMesh, own: range) -> None:
     experts: Any = mixture.experts
     for tensor in (*mixture.parameters(), *mixture.buffers()):
-        whole = getattr(tensor, "_local_tensor", tensor)  # a router that tensor parallelism has left whole
-        dist.broadcast(whole.detach(), group=mesh.get_group(), group_src=0)
+        full = getattr(tensor, "_local_tensor", tensor)  # a router that tensor parallelism has left whole
+        dist.broadcast(full.detach(), group=mesh.get_group(), group_src=0)
     for number, expert in enumerate(experts):
         if number not in own:
             experts[number] = AbsentExpert(expert, number // len(own))

@@ -76,11 +76,11 @@ class Batches:
 
     def described(self) -> dict[str, Any]:
         """What tells them from those of another loader, as plain data."""
-        said: dict[str, Any] = {"samples": self.samples, "batches": len(self), "batch_size": self.size}
+        described: dict[str, Any] = {"samples": self.samples, "batches": len(self), "batch_size": self.size}
         if self.order is not None:
             content = self.order[: self.samples].tobytes() + self.ends.tobytes()
-            said["order"] = hashlib.sha256(content).hexdigest()[:16]
-        return said
+            described["order"] = hashlib.sha256(content).hexdigest()[:16]
+        return described
 
 
 def batches_of(loader: DataLoader[Any], number: int) -> Batches:
@@ -96,7 +96,7 @@ def batches_of(loader: DataLoader[Any], number: int) -> Batches:
     plain = type(batches) in (BatchSampler, type(None))
     sampler: Any = batches.sampler if plain and batches is not None else loader.sampler
     size = batches.batch_size if plain and batches is not None else None
-    if plain and (length := _whole(sampler)) is not None:
+    if plain and (length := _full_length(sampler)) is not None:
         return Batches.even(length, size)
     source = sampler if plain else batches
     seed = derive_seed("prediction", number)
@@ -132,7 +132,7 @@ def _drawn(drawn: list[list[Any]], size: int | None, name: str, *, own_sizes: bo
     return Batches.even(len(flat), size, order)
 
 
-def _whole(sampler: Any) -> int | None:
+def _full_length(sampler: Any) -> int | None:
     """The number of samples, where a sampler draws each of a dataset once, on all ranks together."""
     if type(sampler) is SequentialSampler:
         return len(sampler)

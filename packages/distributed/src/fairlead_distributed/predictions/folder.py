@@ -78,7 +78,7 @@ class PredictionFolder:
         settings: What it is a prediction of, as plain data: weights and job.
     """
 
-    def __init__(self, asked: Path | None, run: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, requested: Path | None, run: Path, settings: Mapping[str, Any]) -> None:
         self._first = get_rank() == 0
         self._settings: dict[str, Any] = {**settings, "loaders": {}}
         self.fingerprint = json_digest(dict(settings))[:16]
@@ -90,7 +90,7 @@ class PredictionFolder:
         self.complete = False
         self.sees = True
         """Whether this rank sees the predictions that `commit` has made complete: the same file system."""
-        self.path: Path = on_rank_0(lambda: self._opened(asked, run))
+        self.path: Path = on_rank_0(lambda: self._opened(requested, run))
         try:
             _made(self.path)  # it may be a disk of this node's own: its shards are sent to rank 0 at the end
             self.complete = broadcast_object(self.complete)
@@ -169,8 +169,8 @@ class PredictionFolder:
 
     # -- on rank 0
 
-    def _opened(self, asked: Path | None, run: Path) -> Path:
-        path = asked if asked is not None else self._next(run)
+    def _opened(self, requested: Path | None, run: Path) -> Path:
+        path = requested if requested is not None else self._next(run)
         _made(path)
         self._lock = _locked(path)
         try:
@@ -219,7 +219,7 @@ class PredictionFolder:
         raise FingerprintError(
             "the folder holds the predictions of another model, of other data or of another job",
             where=str(path),
-            why=_told(different),
+            why=_difference_text(different),
             fix="name another folder, or delete this one",
         )
 
@@ -368,6 +368,6 @@ def _full(error: OSError, path: Path) -> FairleadError:
     return failure
 
 
-def _told(different: Sequence[Difference]) -> str:
+def _difference_text(different: Sequence[Difference]) -> str:
     more = f"\nand {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
     return "\n".join(map(str, itertools.islice(different, _SHOWN))) + more

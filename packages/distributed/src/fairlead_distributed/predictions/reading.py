@@ -84,9 +84,9 @@ class LoaderPredictions(_Samples):
         """
         if not self._shards or any(shard.structure != self._shards[0].structure for shard in self._shards):
             return list(self)
-        return build(self._shards[0].structure, self._whole)
+        return build(self._shards[0].structure, self._joined)
 
-    def _whole(self, number: int) -> Any:
+    def _joined(self, number: int) -> Any:
         columns = [shard.rows(number) for shard in self._shards]
         if len({(c.dtype, c.shape[1:]) if isinstance(c, Tensor) else None for c in columns}) == 1 and isinstance(
             columns[0], Tensor

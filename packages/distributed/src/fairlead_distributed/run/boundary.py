@@ -38,5 +38,5 @@ class Boundary:
             self._session.event(UNSERVED, seconds=round(waits.seconds, 1), phase=waits.phase)
         if stops:
             return "stop"
-        asked = self._guard.should_save()
-        return "save" if self._session.save_due() or asked else None
+        requested = self._guard.should_save()
+        return "save" if self._session.save_due() or requested else None

@@ -190,8 +190,8 @@ class Ending(ABC):
         copies = self.copies() if self.rank == 0 else None
         if copies is None:
             return
-        asked_at = self.guard.decision.time
-        elapsed = max(0.0, time.time() - asked_at) if asked_at is not None else 0.0
+        requested_at = self.guard.decision.time
+        elapsed = max(0.0, time.time() - requested_at) if requested_at is not None else 0.0
         why = copies.wait_uploaded(max(0.0, copies.stop_wait_s - elapsed))
         if why is not None:
             self.session.raise_if_replaced()
@@ -238,7 +238,7 @@ class Ending(ABC):
         saved = "everything is saved" if self._saves else "no checkpoint was asked for"
         if self._lacking is not None:
             saved += f" in {self.session.path}, where the next start must find it: {self._lacking}"
-        text = outcome.told(saved, f" at step {self._step()}", newest_text(self.session.path))
+        text = outcome.summary(saved, f" at step {self._step()}", newest_text(self.session.path))
         if self.rank == 0:
             self._say(text)
             # Where it ends late, nothing else says that it was a stop.

@@ -58,11 +58,11 @@ def unseeded(line: str) -> Inexact:
     )
 
 
-def kernel_reasons(said: Callable[[str, object], str]) -> Iterator[Inexact]:
+def kernel_reasons(written: Callable[[str, object], str]) -> Iterator[Inexact]:
     """What this process's choice of GPU kernels keeps from being exact; `said` writes a setting as people do."""
-    asked = torch.are_deterministic_algorithms_enabled()
-    warns = "warn" if asked and torch.is_deterministic_algorithms_warn_only_enabled() else asked
-    yield from inexact_kernels(warns, torch.backends.cudnn.benchmark, said)
+    requested = torch.are_deterministic_algorithms_enabled()
+    warns = "warn" if requested and torch.is_deterministic_algorithms_warn_only_enabled() else requested
+    yield from inexact_kernels(warns, torch.backends.cudnn.benchmark, written)
 
 
 class ExactnessRecord:
@@ -77,7 +77,7 @@ class ExactnessRecord:
     def __init__(self, start: Path, job: str, say: Callable[[str], None]) -> None:
         self._start, self._job, self._say = start, job, say
         self._written: object = None
-        self._said: set[Inexact] = set()
+        self._reported: set[Inexact] = set()
 
     def update(
         self, settings: list[Inexact], seen: list[Inexact], world_size: int, *, silent: Collection[Inexact] = ()
@@ -87,8 +87,8 @@ class ExactnessRecord:
         if content != self._written:
             self._written = content
             self._write(json.dumps(content, indent=1) + "\n")
-        new = [one for one in dict.fromkeys((*settings, *seen)) if one not in self._said and one not in silent]
-        self._said.update(new)
+        new = [one for one in dict.fromkeys((*settings, *seen)) if one not in self._reported and one not in silent]
+        self._reported.update(new)
         if new:
             self._say("\n".join([f"resume is {verdict(new)}:", *(f"  {sentence(one)}" for one in new)]))
 

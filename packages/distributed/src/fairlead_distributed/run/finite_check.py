@@ -31,8 +31,8 @@ def finite_weights(
 
 def not_finite(session: RunSession | None, what: str, why: str, fix: str) -> RunFailedError:
     """The error, which names the newest checkpoint."""
-    kept = list_checkpoints(session.path / "checkpoints") if session is not None else []
-    newest = f"; the newest checkpoint is of before, of step {kept[-1].step}" if kept else ""
+    checkpoints = list_checkpoints(session.path / "checkpoints") if session is not None else []
+    newest = f"; the newest checkpoint is of before, of step {checkpoints[-1].step}" if checkpoints else ""
     return RunFailedError(what, where=str(session.path) if session is not None else None, why=why + newest, fix=fix)
 
 

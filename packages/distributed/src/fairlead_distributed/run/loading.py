@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fairlead.errors import CheckpointError, MissingDependencyError, RunFailedError
 from fairlead.install import install_line
-from fairlead_distributed.whole import named_as, plain_name
+from fairlead_distributed.full_state import named_as, plain_name
 
 _EXPORTED: Final = "weights.safetensors"
 

@@ -151,14 +151,14 @@ def _taken_over(
 ) -> RunSession:
     """The session of a rank that Lightning started from another process, which runs the script from its first line."""
     path = run_directory(job, run, resolution.job, Path.cwd())
-    if handoff.asked != _asked(run, path):
+    if handoff.requested != _request(run, path):
         # That process came past this fit without starting ranks, so there was nothing to do.
         return RunSession(Handoff(str(path), 0, None, finished="earlier in this script"), job, rank=rank)
     os.environ.pop(HANDOFF, None)  # from now on the ranks are a group
     return _session(handoff, job, rank=rank)
 
 
-def _asked(run: RunConfig, path: Path) -> str:
+def _request(run: RunConfig, path: Path) -> str:
     return f"{run.resume} {path}"
 
 
@@ -213,7 +213,7 @@ def _open(
         text = f"step {directory.finished.get('step')}, {directory.finished.get('time')}"
         newest = newest_complete(directory.checkpoints).checkpoint
         file = str(newest.path / STATE_FILE) if newest is not None else None
-        return _session(Handoff(str(directory.path), 0, file, _asked(run, path), text), job)
+        return _session(Handoff(str(directory.path), 0, file, _request(run, path), text), job)
     try:
         messages: list[str] = []
         if copies is not None:
@@ -245,20 +245,20 @@ def _open(
     except BaseException:
         directory.close()
         raise
-    messages += source.said
+    messages += source.messages
     if begins is not None:
         messages.append(f"begins with the weights of {weights}, everything else anew")
     messages += [f"accepted: {change}" for change in directory.accepted]
     if directory.code.changed:
         what = f"the code changed since the last start: {directory.code.summary}"
         messages.append(str(Finding("warning", "code-changed", what)))
-    handoff = Handoff(str(directory.path), start, resumed_from, _asked(run, path), weights=begins)
+    handoff = Handoff(str(directory.path), start, resumed_from, _request(run, path), weights=begins)
     return _session(handoff, job, directory=directory, messages=tuple(messages))
 
 
-def _weights(asked: str, run: Path) -> str:
+def _weights(given: str, run: Path) -> str:
     """The file with the weights that a run begins with."""
-    return str(state_file(downloaded(asked, run) if is_url(asked) else Path(asked)))
+    return str(state_file(downloaded(given, run) if is_url(given) else Path(given)))
 
 
 def _newest_start(directory: RunDirectory) -> int:

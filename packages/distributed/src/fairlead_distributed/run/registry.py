@@ -16,13 +16,13 @@ from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed._sharded import is_dtensor, is_fsdp1
 from fairlead_distributed.divergence import Entry as TensorEntry
 from fairlead_distributed.divergence import entry_of
+from fairlead_distributed.full_state import named_as, plain_state
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.plain_data import GENERATORS, from_plain, put_back, to_plain
 from fairlead_distributed.rng import rng_state
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.user_objects import is_stateful
-from fairlead_distributed.whole import named_as, plain_state
 
 OWN: Final = "fairlead"
 """The key of the run's own entry in the shared state."""

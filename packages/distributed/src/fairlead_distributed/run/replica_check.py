@@ -57,8 +57,8 @@ class ReplicaCheck:
         session = self._session
         groups = "; ".join(ranks_text(one) for one in found.groups)
         since = f"they were equal at step {self._equal}" if self._equal is not None else "since its first steps"
-        kept = list_checkpoints(session.path / "checkpoints") if session is not None else []
-        newest = f"; the newest checkpoint is of step {kept[-1].step}" if kept else ""
+        checkpoints = list_checkpoints(session.path / "checkpoints") if session is not None else []
+        newest = f"; the newest checkpoint is of step {checkpoints[-1].step}" if checkpoints else ""
         what = f"at step {step} the ranks do not hold the same model any more: {found}"
         why = f"{since}; ranks that agree with each other: {groups}{newest}"
         where = str(session.path) if session is not None else f"rank {dist.get_rank()}"

@@ -28,7 +28,7 @@ class ResumeSource:
 
     file: Path | None = None
     own: Checkpoint | None = None
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
     def own_metadata(self) -> Mapping[str, Any] | None:
         """The metadata of a checkpoint of Fairlead's; a plain one has none."""
@@ -59,7 +59,7 @@ def find_resume_source(
         return ResumeSource(file, newest.checkpoint, (*skipped, f"resumes from {newest.checkpoint.path}"))
     if fallback is not None:
         return ResumeSource(state_file(Path(fallback)), None, (*skipped, f"starts from {fallback}"))
-    return ResumeSource(said=skipped)
+    return ResumeSource(messages=skipped)
 
 
 def downloaded(url: str, run: Path) -> Path:

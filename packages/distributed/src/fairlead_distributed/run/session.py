@@ -194,8 +194,8 @@ class RunSession:
         """The exit code of ranks that this process has spawned, if they have ended as they were asked to."""
         if not isinstance(exception, ProcessExitedException):
             return None
-        said = [event["event"] for event in self._history.read()]
-        return exception.exit_code if "stop" in said[len(said) - said[::-1].index("start") :] else None
+        names = [event["event"] for event in self._history.read()]
+        return exception.exit_code if "stop" in names[len(names) - names[::-1].index("start") :] else None
 
     def _history_of(self, rank: int) -> History:
         return History(self.path / "history.jsonl", rank=rank, start=self.start, fence=self.fence)

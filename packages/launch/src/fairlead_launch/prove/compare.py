@@ -45,8 +45,8 @@ class Unequal:
 
     def is_part_of(self, other: Unequal) -> bool:
         """Whether it lies inside of another one: an item of a list that differs as well."""
-        (path, _, owner), (whole, _, its) = (one.name.rpartition(" of the ") for one in (self, other))
-        return owner == its and path.startswith((f"{whole}[", f"{whole}."))
+        (path, _, owner), (container, _, its) = (one.name.rpartition(" of the ") for one in (self, other))
+        return owner == its and path.startswith((f"{container}[", f"{container}."))
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def trained_otherwise(found: list[Unequal]) -> bool:
 def _metrics(reference: Trained, other: Trained) -> Iterator[Unequal]:
     """The first step at which each column differs, in the order of the steps."""
     rows = [_rows(run.path / "metrics.csv") for run in (reference, other)]
-    said = set()
+    reported = set()
     for row, its in itertools.zip_longest(*rows, fillvalue={}):
         step = row.get("step") or its.get("step")
         for name in dict.fromkeys([*row, *its]):
-            if name not in said and row.get(name, "") != its.get(name, ""):
-                said.add(name)
+            if name not in reported and row.get(name, "") != its.get(name, ""):
+                reported.add(name)
                 was, became = (one.get(name) or "nothing" for one in (row, its))
                 yield Unequal("metric", name, f"{was} became {became} at step {step} (metrics.csv)")
 
@@ -143,12 +143,12 @@ def _how(one: dict[str, Any]) -> str:
 
 def _memory(reference: Trained, other: Trained, when: str, its_when: str) -> Iterator[Unequal]:
     """What the user's code keeps, by rank: a rank that says the same as one before it is passed over."""
-    said = set()
+    reported = set()
     for path in sorted(reference.notes.glob(f"{when}-*.json")):
         its = other.notes / path.name.replace(when, its_when)
         one, two = (json.loads(file.read_bytes()) if file.exists() else {} for file in (path, its))
         for name in dict.fromkeys([*one, *two]):
-            if name not in said and one.get(name) != two.get(name):
-                said.add(name)
+            if name not in reported and one.get(name) != two.get(name):
+                reported.add(name)
                 how = f"{one.get(name, 'nothing')} became {two.get(name, 'nothing')}"
                 yield Unequal("memory", name, how, in_both=name in one and name in two)

@@ -61,15 +61,15 @@ tpu = XLA(name="xla")
 
 def find_devices(environ: Mapping[str, str], root: Path, *, installed: bool) -> Devices:
     """The XLA devices that this process may use; `installed`: torch_xla is."""
-    asked = environ.get("PJRT_DEVICE", "").upper()
-    if asked and asked != "TPU":
+    requested = environ.get("PJRT_DEVICE", "").upper()
+    if requested and requested != "TPU":
         if not installed:
-            return Devices(0, f"PJRT_DEVICE={asked}, but torch_xla is not installed")
-        variable = "GPU_NUM_DEVICES" if asked in {"CUDA", "GPU", "ROCM"} else f"{asked}_NUM_DEVICES"
+            return Devices(0, f"PJRT_DEVICE={requested}, but torch_xla is not installed")
+        variable = "GPU_NUM_DEVICES" if requested in {"CUDA", "GPU", "ROCM"} else f"{requested}_NUM_DEVICES"
         given = environ.get(variable, "")
         count = int(given) if given.isdecimal() and int(given) else 1
-        evidence = f"PJRT_DEVICE={asked}" + (f", {variable}={given}" if variable in environ else "")
-        return Devices(count, evidence, (asked,) * count)
+        evidence = f"PJRT_DEVICE={requested}" + (f", {variable}={given}" if variable in environ else "")
+        return Devices(count, evidence, (requested,) * count)
     chips, source = _chips(environ, root)
     if not chips:
         return Devices(0, "no TPU in /dev/accel* or /dev/vfio, and PJRT_DEVICE names no other device, such as CPU")

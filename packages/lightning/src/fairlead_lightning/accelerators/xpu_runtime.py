@@ -33,18 +33,18 @@ class _XPU:
         Raises:
             ConfigError: One of them is not there.
         """
-        asked = list(range(int(devices))) if isinstance(devices, int | str) else list(devices)
+        requested = list(range(int(devices))) if isinstance(devices, int | str) else list(devices)
         count = torch.xpu.device_count()
         if devices in (-1, "-1"):
-            asked = list(range(count))
-        wrong = [index for index in asked if not 0 <= index < count]
-        if wrong or not asked:
+            requested = list(range(count))
+        wrong = [index for index in requested if not 0 <= index < count]
+        if wrong or not requested:
             raise ConfigError(
-                f"the devices {wrong or asked} were asked for, but torch finds {count} GPUs of Intel",
+                f"the devices {wrong or requested} were asked for, but torch finds {count} GPUs of Intel",
                 where="trainer.devices",
                 fix=f"devices: {count}" if count else "accelerator: cpu",
             )
-        return asked
+        return requested
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:

@@ -16,8 +16,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import derive_seed, isolated_rng
+from fairlead_distributed.full_state import plain_name
 from fairlead_distributed.run.commits import Commit, Commits, Hashes, Problem, raised_by
-from fairlead_distributed.whole import plain_name
 from fairlead_lightning import compat
 from fairlead_runs.checkpoint_io import ShardedSaves
 

@@ -21,7 +21,7 @@ from fairlead.plugin_classes import StrategyPlugin
 from fairlead_launch.environment import LAUNCHED
 from fairlead_launch.forkserver import thaw_for_nanobind
 from fairlead_launch.plans import inherited_plan
-from fairlead_launch.reports import leave_to_rank_0, said_after_rank_0, send_report
+from fairlead_launch.reports import leave_to_rank_0, send_report, shown_after_rank_0
 from fairlead_lightning.commands.early import EarlyImports
 from fairlead_lightning.commands.prepare import prepare, with_weights
 from fairlead_lightning.display.quiet import TORCH_DEFAULTS
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace, session: Session, release: Callable[[], 
             leave_to_rank_0(error, int(topology.global_rank.value))
         for number in release():
             signal.raise_signal(number)
-        if said_after_rank_0(error):
+        if shown_after_rank_0(error):
             return error.exit_code
         raise
     resolution = checked.resolution

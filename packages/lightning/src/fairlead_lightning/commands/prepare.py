@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 from fairlead.checks import CheckedJob, check_job
-from fairlead.cli.job import load_asked
+from fairlead.cli.job import load_requested
 from fairlead.cli.session import Session
 from fairlead.findings import Finding, raise_errors
 from fairlead.jobs import LoadedJob
@@ -41,7 +41,7 @@ def prepare(
         overrides.append("run.wait=true")
     if getattr(arguments, "accept", None):
         overrides.append(f"run.accept={json.dumps(arguments.accept)}")
-    job = load_asked(arguments, session, overrides)
+    job = load_requested(arguments, session, overrides)
     if loaded is not None:
         loaded(job)
     checked = check_job(

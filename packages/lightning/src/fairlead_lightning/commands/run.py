@@ -24,7 +24,7 @@ from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.run.opening import file_to_evaluate
 from fairlead_launch.prove.plan import told
-from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, said_after_rank_0, send_report, watch_supervisor
+from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, send_report, shown_after_rank_0, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.lifecycle.failures import described_failure
@@ -64,7 +64,7 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
         if send_report(session.environ, text, code, lost_a_peer=lost_a_peer(error)):
             return code
         if isinstance(error, FairleadError):
-            if not session.debug and said_after_rank_0(error):
+            if not session.debug and shown_after_rank_0(error):
                 return code
             raise
         if code != 1:

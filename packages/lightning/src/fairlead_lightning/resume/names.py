@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from fairlead_distributed.whole import named_as, plain_state
+from fairlead_distributed.full_state import named_as, plain_state
 
 
 def plain_names(trainer: L.Trainer) -> Callable[[], None]:

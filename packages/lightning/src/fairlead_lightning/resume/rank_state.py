@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.errors import CheckpointError
 from fairlead_distributed import rng_state, set_rng_state
+from fairlead_distributed.full_state import plain_name
 from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.session import RunSession
-from fairlead_distributed.whole import plain_name
 from fairlead_lightning import compat
 from fairlead_runs.data_ranks import replicas_in, replicas_of
 from fairlead_runs.logger_positions import LOGGER_POSITIONS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.checks import CheckedJob, check_job
-from fairlead.cli.job import load_asked
+from fairlead.cli.job import load_requested
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
@@ -98,13 +98,13 @@ class _FailedError(Exception):
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     """The job as it is asked for, which need not fit this machine; ranks of several nodes are counted as of one."""
     given = list(arguments.overrides)
-    loaded = load_asked(arguments, session, given)
+    loaded = load_requested(arguments, session, given)
     trainer = loaded.job.trainer if loaded.job is not None else None
     if trainer is not None and isinstance(trainer.num_nodes, int) and isinstance(trainer.devices, int):
         ranks = trainer.num_nodes * trainer.devices
         if trainer.num_nodes > 1:
             given += ["trainer.num_nodes=1", f"trainer.devices={ranks}"]
-            loaded = load_asked(arguments, session, given)
+            loaded = load_requested(arguments, session, given)
     checked = check_job(loaded, environ=session.environ, plugins=session.plugins, cwd=session.cwd, uses_run=False)
     raise_errors(checked.findings)
     return checked

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from fairlead_distributed._apart import any_absent, on_all_ranks
 from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed.full_state import plain_name
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.whole import plain_name
 from fairlead_lightning.verify.numbers import Tensors
 
 
@@ -25,8 +25,8 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
     """
     optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
     strategy: Any = trainer.strategy
-    if hasattr(strategy, "whole_optimizer_state"):  # of flat parts: FSDP's first generation, DeepSpeed
-        held = [strategy.whole_optimizer_state(one) for one in optimizers]
+    if hasattr(strategy, "full_optimizer_state"):  # of flat parts: FSDP's first generation, DeepSpeed
+        held = [strategy.full_optimizer_state(one) for one in optimizers]
         if any(one is None for one in held):
             return None
         return {
@@ -43,7 +43,7 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
         for one in reversed(gather_objects(found)):
             together.update(one)
         return {**together, **found}
-    if hasattr(strategy, "whole_parameters"):
+    if hasattr(strategy, "full_parameters"):
         return None
     named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
     return _states(named, optimizers, None, alone=trainer.world_size == 1)

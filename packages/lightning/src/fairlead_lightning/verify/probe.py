@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed.full_state import full_buffers, full_gradients, full_parameters, placements, plain_name
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.rng import cpu_states
-from fairlead_distributed.whole import placements, plain_name, whole_buffers, whole_gradients, whole_parameters
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
 from fairlead_lightning.verify.clipping import measured, told
@@ -158,12 +158,12 @@ class Probe(L.Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.seen.losses.append(float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else math.nan)
         if self._optimizers and not self.seen.first:
-            self.seen.first = _asked(trainer, "whole_parameters")
+            self.seen.first = _asked(trainer, "full_parameters")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps are made."""
-        self.seen.weights = _asked(trainer, "whole_parameters")
-        self.seen.buffers = whole_buffers(pl_module)
+        self.seen.weights = _asked(trainer, "full_parameters")
+        self.seen.buffers = full_buffers(pl_module)
         self.seen.state = optimizer_state(trainer, pl_module)
         for handle in self._handles:
             handle.remove()
@@ -245,7 +245,7 @@ class LayoutProbe(Probe):
             """Parts of models that the ranks began each for itself would make one that nobody has."""
             before = {name: _start(p) for name, p in pl_module.named_parameters()}
             done = build(*args, **kwargs)
-            after = _asked(trainer, "whole_parameters")
+            after = _asked(trainer, "full_parameters")
             known = [name for name, p in before.items() if p is not None and name in after]
             self._unlike = [name for name in known if not torch.equal(before[name], after[name])]  # type: ignore[arg-type]
             return done
@@ -259,8 +259,8 @@ class LayoutProbe(Probe):
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0's weights are those that the reference begins with."""
-        parameters = _asked(trainer, "whole_parameters")
-        start = {**parameters, **whole_buffers(pl_module)}
+        parameters = _asked(trainer, "full_parameters")
+        start = {**parameters, **full_buffers(pl_module)}
         own = {plain_name(name) for name, p in pl_module.named_parameters() if p.requires_grad}
         trainable = set().union(*gather_objects(own))  # a stage of a pipeline is one rank's
         if not trainable & parameters.keys():  # flat parameters have names of their own
@@ -271,7 +271,7 @@ class LayoutProbe(Probe):
         if trainer.global_rank == 0:
             torch.save(start, self._plan.folder / START)
         mesh = getattr(pl_module, "device_mesh", None)
-        knows = hasattr(trainer.strategy, "whole_parameters")  # of shards that are no DTensors
+        knows = hasattr(trainer.strategy, "full_parameters")  # of shards that are no DTensors
         self._said = {
             "placements": placements(pl_module) if not knows else {},
             "held": "whole on each rank" if not knows else None,
@@ -346,7 +346,7 @@ class LayoutProbe(Probe):
 
 def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:
     """Those that are there; with several optimizers another's may be there as well, of a loss that is not its own."""
-    found = _asked(trainer, "whole_gradients")
+    found = _asked(trainer, "full_gradients")
     return _of_optimizer(found, module, optimizer) if len(trainer.optimizers) > 1 else found
 
 
@@ -362,13 +362,13 @@ def _of_optimizer(gradients: Tensors, module: L.LightningModule, optimizer: Any)
 
 
 def _asked(trainer: L.Trainer, what: str) -> Tensors:
-    """`whole_parameters` or `whole_gradients`: the strategy's own, or those of the module."""
+    """`full_parameters` or `full_gradients`: the strategy's own, or those of the module."""
     own = getattr(trainer.strategy, what, None)
     if own is not None:
         found: Tensors = own()
         # A copy: what is on the CPU may be the very tensor that is clipped or trained next.
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
-    read = whole_gradients if what == "whole_gradients" else whole_parameters
+    read = full_gradients if what == "full_gradients" else full_parameters
     return read(trainer.lightning_module)
 
 

@@ -70,20 +70,20 @@ class _File:
         """The lines since the last call, each with its time: that of the line before, where it has none."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            selected: Iterator[bytes] | deque[bytes] = self._whole(iter(file))
+            selected: Iterator[bytes] | deque[bytes] = self._full_lines(iter(file))
             for line in selected if limit is None else deque(selected, limit):
                 text = line.decode(errors="replace").rstrip("\r\n")
                 if found := _TIME.match(text):
                     self.time = found[0]
                 yield self.time, text
 
-    def _whole(self, lines: Iterator[bytes]) -> Iterator[bytes]:
+    def _full_lines(self, lines: Iterator[bytes]) -> Iterator[bytes]:
         for line in lines:
             self.offset += len(line)
             self.rest += line
             if line.endswith(b"\n"):
-                whole, self.rest = self.rest, b""
-                yield whole
+                complete, self.rest = self.rest, b""
+                yield complete
 
 
 class _Logs:

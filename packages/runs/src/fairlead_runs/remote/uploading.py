@@ -124,12 +124,12 @@ def _read_once(file: Path, expected: FileHash, part: int) -> tuple[FileHash, tup
     """A file's checksum, and what a store would call it: its MD5, as a whole or of its parts."""
     size = os.stat(file).st_size
     part = max(part, -(-size // _PARTS))
-    ours, whole, parts = new_hasher(expected.algorithm), hashlib.md5(usedforsecurity=False), []
+    ours, of_all, parts = new_hasher(expected.algorithm), hashlib.md5(usedforsecurity=False), []
     buffer = memoryview(bytearray(min(part, 4 * MIB)))
     with file.open("rb", buffering=0) as source:
         of_part, left, total = hashlib.md5(usedforsecurity=False), part, 0
         while count := source.readinto(buffer[: min(len(buffer), left)]):
-            for hasher in (ours, whole, of_part):
+            for hasher in (ours, of_all, of_part):
                 hasher.update(buffer[:count])
             left, total = left - count, total + count
             if left == 0:
@@ -139,7 +139,7 @@ def _read_once(file: Path, expected: FileHash, part: int) -> tuple[FileHash, tup
             parts.append(of_part.digest())
     of_parts = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
     digest = FileHash(expected.algorithm, ours.hexdigest(), total)
-    return digest, (whole.hexdigest(), f"{of_parts}-{len(parts)}")
+    return digest, (of_all.hexdigest(), f"{of_parts}-{len(parts)}")
 
 
 def _free_name(name: str, taken: set[str]) -> str:

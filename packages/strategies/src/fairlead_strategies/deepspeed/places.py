@@ -105,12 +105,12 @@ class Move:
     def of(self, read: Read) -> Tensor:
         """The vector, zero where it has no parameter."""
         example = read(*self.sources()[0])
-        whole = torch.zeros(self.width, dtype=example.dtype, device=example.device)
+        full = torch.zeros(self.width, dtype=example.dtype, device=example.device)
         for was, goes in self.places:
             for rank, first, end in self._stretches(was, goes):
                 at, source = goes.offset(first), was.offset(first)
-                whole[at : at + end - first] = read(rank, was.vector)[source : source + end - first]
-        return whole
+                full[at : at + end - first] = read(rank, was.vector)[source : source + end - first]
+        return full
 
     def _stretches(self, was: Place, goes: Place) -> Iterator[tuple[int, int, int]]:
         return was.stretches(*goes.held_by(self.rank))

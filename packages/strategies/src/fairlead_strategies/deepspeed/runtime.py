@@ -32,10 +32,10 @@ from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
+from fairlead_strategies.deepspeed.full_state import gradients, optimizer_state, parameters
 from fairlead_strategies.deepspeed.nvme import APT, uses_nvme
 from fairlead_strategies.deepspeed.other_ranks import from_other_ranks
 from fairlead_strategies.deepspeed.settings import conflicts, settings_of
-from fairlead_strategies.deepspeed.whole import gradients, optimizer_state, parameters
 
 RENAMED: Final = r"`torch\.distributed\.\w+` is deprecated"
 """How torch 2.13 warns of the collectives that DeepSpeed calls, in every process and again and again."""
@@ -79,11 +79,11 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         with without_inference_kernels():
             self._init_deepspeed_distributed()
 
-    def whole_parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> dict[str, Tensor]:
         """The weights under the names of the unsplit model, in float32 on the CPU; all ranks must call it."""
         return parameters(self.deepspeed_engine)
 
-    def whole_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """The gradients, averaged over all ranks and not clipped, in float32 on the CPU; all ranks must call it.
 
         DeepSpeed has them from the backward of the last batch of a step on, until the step: in the hook
@@ -95,7 +95,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         """
         return gradients(self.deepspeed_engine)
 
-    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]] | None:
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, dict[str, Tensor]] | None:
         """What its one optimizer holds for each parameter, in the same way; None where it lies on an NVMe."""
         return optimizer_state(self.deepspeed_engine)
 
@@ -203,11 +203,11 @@ class FabricDeepSpeed(FabricDeepSpeedStrategy):
         with from_other_ranks(self.model, Path(path, "checkpoint"), self.global_rank, self.world_size):
             return super().load_checkpoint(Path(path), *args, **kwargs)
 
-    def whole_parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> dict[str, Tensor]:
         """The weights under the names of the unsplit model, in float32 on the CPU; all ranks must call it."""
         return parameters(self.model)
 
-    def whole_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """The gradients between `fabric.backward` and the optimizer's step; see the Trainer's strategy."""
         return gradients(self.model)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fairlead_distributed.whole import plain_state
+from fairlead_distributed.full_state import plain_state
 
 Key = tuple[str | int, ...]
 """Where a tensor is in a checkpoint: the keys that lead to it."""

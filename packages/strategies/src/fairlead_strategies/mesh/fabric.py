@@ -18,16 +18,16 @@ from fairlead_distributed import clip_grad_norm
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_mesh
-from fairlead_strategies.mesh.parallelize import parallelize
-from fairlead_strategies.mesh.ranks import RanksOnMesh
-from fairlead_strategies.mesh.units import is_parallelised
-from fairlead_strategies.mesh.whole import (
+from fairlead_strategies.mesh.full_state import (
     cut_model,
     cut_optimizer,
     forget_absent,
     model_on_first_rank,
     optimizer_on_first_rank,
 )
+from fairlead_strategies.mesh.parallelize import parallelize
+from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.mesh.units import is_parallelised
 
 
 class FabricMesh(RanksOnMesh, ModelParallelStrategy):
@@ -77,18 +77,18 @@ class FabricMesh(RanksOnMesh, ModelParallelStrategy):
                 where="fabric.save",
                 fix="leave them out, or save_distributed_checkpoint: true",
             )
-        whole: dict[str, Any] = {}
+        full: dict[str, Any] = {}
         for name, value in state.items():
             if value is models[0]:
-                whole[name] = model_on_first_rank(value, self.root_device)
+                full[name] = model_on_first_rank(value, self.root_device)
             elif isinstance(value, Optimizer):
-                whole[name] = optimizer_on_first_rank(models[0], value, self.root_device)
+                full[name] = optimizer_on_first_rank(models[0], value, self.root_device)
             else:
-                whole[name] = value.state_dict() if hasattr(value, "state_dict") else value
+                full[name] = value.state_dict() if hasattr(value, "state_dict") else value
         target = Path(self.broadcast(os.fspath(path)))
         if self.global_rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(whole, target)
+            torch.save(full, target)
 
     def load_checkpoint(
         self,
@@ -111,11 +111,11 @@ class FabricMesh(RanksOnMesh, ModelParallelStrategy):
         if self.layout.expert == 1 and not named:
             return super().load_checkpoint(path, state, strict, weights_only)
         if isinstance(state, Module):
-            whole = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-            state.load_state_dict(cut_model(whole, state), strict=strict)
+            full = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+            state.load_state_dict(cut_model(full, state), strict=strict)
             return {}
         others = {name: one for name, one in named.items() if name not in optimizers}
-        load = super().load_checkpoint if self.layout.expert == 1 else _load_whole
+        load = super().load_checkpoint if self.layout.expert == 1 else _load_full
         left = load(path, others, strict, weights_only)
         for name, optimizer in optimizers.items():
             if name not in left:
@@ -126,7 +126,7 @@ class FabricMesh(RanksOnMesh, ModelParallelStrategy):
         return left
 
 
-def _load_whole(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def _load_full(path: Path, state: dict[str, Any], strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """What Lightning does, for models of which it cannot cut what some ranks do not hold; without communication."""
     found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     for name, value in state.items():

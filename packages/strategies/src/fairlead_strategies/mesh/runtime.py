@@ -21,24 +21,24 @@ from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm, no_sync
-from fairlead_distributed.whole import named_as, plain_name, plain_state
+from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.checkpoint import destinations, tuples_kept
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightnings_mesh, make_mesh
 from fairlead_strategies.mesh.fields import TensorPlanConfig
-from fairlead_strategies.mesh.parallelize import parallelize
-from fairlead_strategies.mesh.ranks import RanksOnMesh
-from fairlead_strategies.mesh.steps import gather_for_steps
-from fairlead_strategies.mesh.units import is_parallelised
-from fairlead_strategies.mesh.whole import (
+from fairlead_strategies.mesh.full_state import (
     cut_model,
     cut_optimizer,
     forget_absent,
     model_on_first_rank,
     optimizer_on_first_rank,
 )
+from fairlead_strategies.mesh.parallelize import parallelize
+from fairlead_strategies.mesh.ranks import RanksOnMesh
+from fairlead_strategies.mesh.steps import gather_for_steps
+from fairlead_strategies.mesh.units import is_parallelised
 
 
 class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
@@ -213,7 +213,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
             forget_absent(self.optimizers)
             return found
         if found is None:
-            found = self._load_whole(path, weights_only)
+            found = self._load_full(path, weights_only)
         if "state_dict" in found:
             weights = named_as(self.model, found.pop("state_dict"))
             self.model.load_state_dict(weights, strict=self.lightning_module.strict_loading)
@@ -222,7 +222,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         forget_absent(self.optimizers)
         return found
 
-    def _load_whole(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+    def _load_full(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         """A whole checkpoint, cut as this rank holds it; the weights may be loaded already.
 
         Not so the optimizers' states: Lightning takes their numbers for those of the model's parameters in their order,

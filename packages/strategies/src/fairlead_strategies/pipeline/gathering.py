@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fairlead_distributed._apart import absent, on_all_ranks
 from fairlead_strategies.mesh.cut import like
-from fairlead_strategies.mesh.whole import Held, on_first_rank
+from fairlead_strategies.mesh.full_state import Held, on_first_rank
 from fairlead_strategies.pipeline.stages import Names
 
 
@@ -39,12 +39,12 @@ def gather(
         everyone: Whether all ranks get the whole.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    whole: dict[str, Any]
+    full: dict[str, Any]
     if stage is not None and not everyone:
-        whole = on_first_rank(own, device, stage)
+        full = on_first_rank(own, device, stage)
     else:
-        whole = {name: _whole(value, stage) for name, (value, _) in own.items()}
-    kinds = {n: _kind(v) for n, v in whole.items()}
+        full = {name: _full(value, stage) for name, (value, _) in own.items()}
+    kinds = {n: _kind(v) for n, v in full.items()}
     announced: list[Any] = [None] * ranks
     dist.all_gather_object(announced, kinds, group=group)
     found: dict[str, Any] = {}
@@ -57,16 +57,16 @@ def gather(
                 continue
             shape, dtype = kind
             if everyone:
-                there = whole[name].to(device).contiguous() if rank == owner else _empty(shape, dtype, device)
+                there = full[name].to(device).contiguous() if rank == owner else _empty(shape, dtype, device)
                 dist.broadcast(there, group_src=owner, group=group)
-                mine = whole.get(name, there)  # of a weight that several hold, which may have come apart
+                mine = full.get(name, there)  # of a weight that several hold, which may have come apart
                 # A copy: what is compared later must not be clipped or trained on meanwhile.
-                found[name] = mine.to("cpu", copy=name in whole)
+                found[name] = mine.to("cpu", copy=name in full)
             elif rank == owner == 0:
-                found[name] = whole[name].detach().cpu()
+                found[name] = full[name].detach().cpu()
             elif rank == owner:
                 found[name] = None
-                dist.send(whole[name].to(device).contiguous(), group_dst=0, group=group)
+                dist.send(full[name].to(device).contiguous(), group_dst=0, group=group)
             else:
                 found[name] = None
                 if rank == 0:
@@ -91,16 +91,16 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _whole(value: Any, stage: dist.ProcessGroup | None) -> Any:
+def _full(value: Any, stage: dist.ProcessGroup | None) -> Any:
     if isinstance(value, DTensor):
         return on_all_ranks(value.detach(), stage) if stage is not None else value.full_tensor().detach()
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def local_state(whole: Mapping[str, Any], own: Mapping[str, Any], names: Names) -> dict[str, Any]:
+def local_state(full: Mapping[str, Any], own: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """What this rank loads of a whole `state_dict`: entries of other stages are left out, unknown ones are kept."""
     known = set(names.state)
-    return {name: like(value, own.get(name)) for name, value in whole.items() if name in own or name not in known}
+    return {name: like(value, own.get(name)) for name, value in full.items() if name in own or name not in known}
 
 
 def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> Held:
@@ -113,7 +113,7 @@ def optimizer_entries(optimizer: Optimizer, names: Mapping[int, str]) -> Held:
     }
 
 
-def whole_optimizer_state(
+def full_optimizer_state(
     optimizer: Optimizer, found: Mapping[str, Any], groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """The `state_dict` that the optimizer of a single process has, from the entries of all stages."""
@@ -132,19 +132,19 @@ def whole_optimizer_state(
 
 
 def local_optimizer_state(
-    whole: Mapping[str, Any], groups: Sequence[Sequence[str]], own: Mapping[str, Tensor]
+    full: Mapping[str, Any], groups: Sequence[Sequence[str]], own: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """The part of a single process's `state_dict` that belongs to this rank's parameters, renumbered."""
     state: dict[int, Any] = {}
     packed = []
     number = 0
-    for saved, group in zip(whole["param_groups"], groups, strict=True):
+    for saved, group in zip(full["param_groups"], groups, strict=True):
         mine = []
         for index, name in zip(saved["params"], group, strict=True):
             if name not in own:
                 continue
-            if index in whole["state"] and not absent(own[name]):
-                entries = whole["state"][index]
+            if index in full["state"] and not absent(own[name]):
+                entries = full["state"][index]
                 state[number] = {
                     key: like(value, own[name]) if _as_large(value, own[name]) else value
                     for key, value in entries.items()

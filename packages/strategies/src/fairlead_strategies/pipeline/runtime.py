@@ -27,19 +27,19 @@ from fairlead_runs.pipeline_schedule import stage_rank
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_mesh
 from fairlead_strategies.mesh.experts import ExpertMeshes
+from fairlead_strategies.mesh.full_state import Held, forget_absent
 from fairlead_strategies.mesh.parallelize import checkpointed_classes, parallelize
 from fairlead_strategies.mesh.ranks import RanksOnMesh
 from fairlead_strategies.mesh.units import reshard
-from fairlead_strategies.mesh.whole import Held, forget_absent
 from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.pipeline.contract import layer_names, layers_of
 from fairlead_strategies.pipeline.cutting import check_layers, for_stage, parts_of
 from fairlead_strategies.pipeline.gathering import (
+    full_optimizer_state,
     gather,
     local_optimizer_state,
     local_state,
     optimizer_entries,
-    whole_optimizer_state,
 )
 from fairlead_strategies.pipeline.model import PipelinedModule
 from fairlead_strategies.pipeline.optimizers import keep_own, named_groups, to_device
@@ -256,14 +256,14 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
 
     # -- state
 
-    def whole_parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> dict[str, Tensor]:
         """The parameters of all stages under the names of the whole model, in CPU memory; a collective of all ranks.
 
         Of a weight that several stages hold each of them has its own.
         """
         return self._gather({name: (one, one) for name, one in self.own_parameters().items()}, everyone=True)
 
-    def whole_gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """Their gradients, of those that have one; a collective of all ranks."""
         # Of an expert that others have this rank has no gradient, and takes part all the same.
         held = {
@@ -297,7 +297,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         found = self._gather(optimizer_entries(plain, names), everyone=False)
         if self.global_rank:
             return {}
-        return whole_optimizer_state(plain, found, self._groups[self.optimizers.index(plain)])
+        return full_optimizer_state(plain, found, self._groups[self.optimizers.index(plain)])
 
     @property
     def lightning_restore_optimizer(self) -> bool:

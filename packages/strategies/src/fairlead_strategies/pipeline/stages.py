@@ -41,10 +41,10 @@ class StageOfModule(nn.Module):
     Plans that name layers (`blocks.*.up`) fit it as they fit the whole, and units to shard are found in it.
     """
 
-    def __init__(self, whole: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, full: nn.Module, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         keep = {id(part) for layer in layers for part in layer.modules()}
-        for name, child in whole.named_children():
+        for name, child in full.named_children():
             pruned = _pruned(child, keep)
             if pruned is not None:
                 self.add_module(name, pruned)

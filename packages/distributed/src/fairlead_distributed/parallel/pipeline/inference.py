@@ -76,8 +76,8 @@ def _receive(source: int, device: torch.device, group: Any) -> Any:
 def _to_everyone(output: Any, owner: int, here: bool, device: torch.device, group: Any) -> Any:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return output
-    said: list[Any] = [tree_map(_Kind.of, output) if here else None]
-    dist.broadcast_object_list(said, group_src=owner, group=group, device=device)
+    announced: list[Any] = [tree_map(_Kind.of, output) if here else None]
+    dist.broadcast_object_list(announced, group_src=owner, group=group, device=device)
     given = iter(tree_leaves(output) if here else ())
 
     def shared(kind: Any) -> Any:
@@ -88,7 +88,7 @@ def _to_everyone(output: Any, owner: int, here: bool, device: torch.device, grou
         dist.broadcast(one, group_src=owner, group=group)
         return one
 
-    return tree_map(shared, said[0])
+    return tree_map(shared, announced[0])
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Pipeline:
         self.group, self.replicas = group, replicas
         self.ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self.stages, self.schedule, self.asked = list(stages), schedule, micro_batches
+        self.stages, self.schedule, self.requested = list(stages), schedule, micro_batches
         self.count = self.ranks * len(self.stages)
         _check_stages(schedule, len(self.stages), self.ranks)
         self.owners = [stage_rank(one, self.count, self.ranks, schedule) for one in range(self.count)]
@@ -120,7 +120,7 @@ class Pipeline:
         call: Call = (inputs, kwargs)
         if self.check_next_batch:
             self.check_batch((call, target))
-        parts = self.parts = choose_micro_batches(self.schedule, rows_of(call), self.ranks, self.asked)
+        parts = self.parts = choose_micro_batches(self.schedule, rows_of(call), self.ranks, self.requested)
         calls, self._targets = cut(call, parts), cut(target, parts)
         weights = [self._weigh(one, mine) for one, mine in zip(self._targets, calls, strict=True)]
         total = sum(weights)
@@ -147,7 +147,7 @@ class Pipeline:
         if self.check_next_batch:
             self.check_batch(call)
         rows = [len(t) for t in _tensors(call) if t.ndim]
-        parts = choose_micro_batches(self.schedule, rows[0], self.ranks, self.asked) if len(set(rows)) == 1 else 1
+        parts = choose_micro_batches(self.schedule, rows[0], self.ranks, self.requested) if len(set(rows)) == 1 else 1
         return run_forward(self.stages, self.indices, self.owners, cut(call, parts), self.device, self.group)
 
     def check_batch(self, batch: Any) -> None:
@@ -275,13 +275,13 @@ def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def _compare(mine: float, whole: float) -> None:
-    if not math.isfinite(whole) or abs(mine - whole) <= 1e-3 * max(abs(mine), abs(whole)):
+def _compare(mine: float, of_batch: float) -> None:
+    if not math.isfinite(of_batch) or abs(mine - of_batch) <= 1e-3 * max(abs(mine), abs(of_batch)):
         return  # a loss that is NaN in one process, too, is noticed elsewhere
     raise ConfigError(
         "the losses of the micro-batches do not make the loss of the whole batch",
         where="pipeline_loss",
-        why=f"their weighed mean is {mine:.6g}, that of the full batch {whole:.6g}, and so with the gradients",
+        why=f"their weighed mean is {mine:.6g}, that of the full batch {of_batch:.6g}, and so with the gradients",
         fix="for a mean over tokens that are not all counted, say how many are: "
         "`def pipeline_weight(self, *targets): return (targets[0] != PADDING).sum()`; for a loss that is no mean "
         "over its batch (of pairs, or of random parts) set check_loss: false",

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fairlead_distributed._apart import absent, first_rank
-from fairlead_distributed.whole import plain_state
+from fairlead_distributed.full_state import plain_state
 from fairlead_strategies.mesh.cut import like
 from fairlead_strategies.mesh.units import reshard
 
@@ -36,9 +36,9 @@ def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | No
     speaks = False
     for key, (value, parameter) in own.items():
         if not _apart(parameter, size):
-            whole = _whole(value)
+            full = _full(value)
             if rank == 0:
-                found[key] = whole.cpu() if isinstance(whole, Tensor) else whole
+                found[key] = full.cpu() if isinstance(full, Tensor) else full
         elif not absent(parameter):
             apart[key] = value
             speaks = first_rank(parameter.device_mesh) == dist.get_rank()
@@ -46,11 +46,11 @@ def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | No
     announcement = {key: _kind(value) for key, value in apart.items()} if speaks else {}
     dist.all_gather_object(announced, announcement, group=group)
     for key, value in apart.items():
-        whole = _whole(value)
+        full = _full(value)
         if rank == 0:
-            found[key] = whole.cpu() if isinstance(whole, Tensor) else whole
-        elif speaks and isinstance(whole, Tensor):
-            dist.send(whole.to(device).contiguous(), group_dst=0, group=group)
+            found[key] = full.cpu() if isinstance(full, Tensor) else full
+        elif speaks and isinstance(full, Tensor):
+            dist.send(full.to(device).contiguous(), group_dst=0, group=group)
     for source in range(1, len(announced) if rank == 0 else 0):
         for key, (value, shape, dtype) in announced[source].items():
             found[key] = value
@@ -91,23 +91,23 @@ def optimizer_on_first_rank(model: Module, optimizer: Optimizer, device: torch.d
     return {"state": dict(sorted(entries.items())), "param_groups": groups}
 
 
-def cut_model(whole: Mapping[str, Any], model: Module) -> dict[str, Any]:
+def cut_model(full: Mapping[str, Any], model: Module) -> dict[str, Any]:
     """A whole state of a model as each rank holds it, without communication."""
     own = model.state_dict()
-    return {name: like(value, own.get(name)) for name, value in whole.items()}
+    return {name: like(value, own.get(name)) for name, value in full.items()}
 
 
-def cut_optimizer(whole: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def cut_optimizer(full: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """A whole state of an optimizer as each rank holds it, without communication."""
-    parameters = _parameters(optimizer, whole)
+    parameters = _parameters(optimizer, full)
     entries = {}
-    for number, state in whole["state"].items():
+    for number, state in full["state"].items():
         own = parameters.get(number)
         if own is None:  # of other groups than the optimizer has, which it says itself
             entries[number] = state
         elif not absent(own):
             entries[number] = {key: _cut(value, own) for key, value in state.items()}
-    return {**whole, "state": entries}
+    return {**full, "state": entries}
 
 
 def _cut(value: Any, parameter: Tensor) -> Any:
@@ -139,7 +139,7 @@ def _apart(parameter: Any, ranks: int) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() < ranks
 
 
-def _whole(value: Any) -> Any:
+def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach() if isinstance(value, Tensor) else value

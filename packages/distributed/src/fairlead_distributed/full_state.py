@@ -24,40 +24,40 @@ from fairlead_distributed.objects import gather_objects
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
-def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Each parameter by its name in the unsplit model, whole, as a copy on the CPU. A collective where any is sharded.
 
     Raises:
         ConfigError: The module is of FSDP1, whose flat parameters only its strategy can take apart.
 
     Example:
-        >>> sorted(whole_parameters(nn.Linear(2, 1)))
+        >>> sorted(full_parameters(nn.Linear(2, 1)))
         ['bias', 'weight']
     """
     named = dict(_named(module))
     apart = any_absent(named.values())
-    return {name: _whole(parameter, apart) for name, parameter in named.items()}
+    return {name: _full(parameter, apart) for name, parameter in named.items()}
 
 
-def whole_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Each buffer, the ones that are not saved too, as `whole_parameters` has it."""
+def full_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Each buffer, the ones that are not saved too, as `full_parameters` has it."""
     base = module.module if isinstance(module, DistributedDataParallel) else module
-    return {plain_name(name): _whole(buffer) for name, buffer in base.named_buffers()}
+    return {plain_name(name): _full(buffer) for name, buffer in base.named_buffers()}
 
 
-def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients that are there on any rank, as `whole_parameters` has them; zeros where a rank has none.
+def full_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients that are there on any rank, as `full_parameters` has them; zeros where a rank has none.
 
     Between the backward pass and the optimizer's step, on all ranks. Sharded ones are put together, and partial sums
     added up; a plain gradient is this rank's own, which after a right reduction is the same on all ranks.
 
     Raises:
-        ConfigError: As `whole_parameters`.
+        ConfigError: As `full_parameters`.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
         >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
-        >>> whole_gradients(model)
+        >>> full_gradients(model)
         {'weight': tensor([[3., 4.]])}
     """
     named = [(name, one) for name, one in _named(module) if one.requires_grad]
@@ -66,7 +66,7 @@ def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
     held = [any(ranks) for ranks in zip(*gather_objects(here), strict=True)] if is_initialized() else here
     apart = any_absent(one for _, one in named)
     grads = ((name, one.grad if one.grad is not None else torch.zeros_like(one)) for name, one in named)
-    return {name: _whole(grad, apart) for (name, grad), there in zip(grads, held, strict=True) if there}
+    return {name: _full(grad, apart) for (name, grad), there in zip(grads, held, strict=True) if there}
 
 
 def placements(module: nn.Module) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         raise ConfigError(
             "the parameters of a module of FSDP1 cannot be put together from outside",
             where=type(module).__name__,
-            fix="ask the strategy: strategy.whole_parameters(), strategy.whole_gradients()",
+            fix="ask the strategy: strategy.full_parameters(), strategy.full_gradients()",
         )
     base = module.module if isinstance(module, DistributedDataParallel) else module
     for name, parameter in base.named_parameters():
@@ -146,10 +146,10 @@ def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor, apart: bool = False) -> Tensor:
+def _full(tensor: Tensor, apart: bool = False) -> Tensor:
     """With `apart`, some of the module's parameters are on some ranks only."""
     detached = tensor.detach()
     if apart:
         return on_all_ranks(detached).to("cpu", copy=True)
-    whole = detached.full_tensor() if is_dtensor(detached) else detached
-    return whole.to("cpu", copy=True)
+    full = detached.full_tensor() if is_dtensor(detached) else detached
+    return full.to("cpu", copy=True)

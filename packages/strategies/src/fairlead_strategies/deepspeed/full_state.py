@@ -19,7 +19,7 @@ def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
 
     What is trained comes from the master weights, not from the 16-bit ones that are computed with.
     """
-    return {name: _whole(parameter) for name, parameter in engine.module.named_parameters()}
+    return {name: _full(parameter) for name, parameter in engine.module.named_parameters()}
 
 
 def gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
@@ -72,18 +72,18 @@ def optimizer_state(engine: DeepSpeedEngine) -> dict[str, dict[str, Tensor]] | N
             continue
         for key in keys:
             if engine.zero_optimization_stage() == 0:
-                whole = inner.state.get(parameter, {}).get(key) if id(parameter) in trained else None
+                full = inner.state.get(parameter, {}).get(key) if id(parameter) in trained else None
             else:
-                whole = safe_get_full_optimizer_state(parameter, key)
-            if whole is not None:
-                found.setdefault(name, {})[key] = _copied(whole)
+                full = safe_get_full_optimizer_state(parameter, key)
+            if full is not None:
+                found.setdefault(name, {})[key] = _copied(full)
     return found
 
 
-def _whole(parameter: Parameter) -> Tensor:
-    whole: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-    if whole is not None:
-        return _copied(whole)
+def _full(parameter: Parameter) -> Tensor:
+    full: Any = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+    if full is not None:
+        return _copied(full)
     with GatheredParameters([parameter]):  # frozen, or stage 0, where nothing is split and this does nothing
         return _copied(parameter)
 

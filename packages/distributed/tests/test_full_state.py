@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import get_rank
+from fairlead_distributed.full_state import full_buffers, full_gradients, full_parameters, placements
 from fairlead_distributed.testing import run_ranks
-from fairlead_distributed.whole import placements, whole_buffers, whole_gradients, whole_parameters
 
 
 def net() -> nn.Module:
@@ -40,8 +40,8 @@ def split(rank: int, how: str) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
         parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     trained(module)
-    found = {"weights": whole_parameters(module), "gradients": whole_gradients(module)}
-    return {**found, "buffers": whole_buffers(module), "placements": placements(module)}
+    found = {"weights": full_parameters(module), "gradients": full_gradients(module)}
+    return {**found, "buffers": full_buffers(module), "placements": placements(module)}
 
 
 @pytest.mark.parametrize("how", ["ddp", "fully_shard", "tensor"])
@@ -49,12 +49,12 @@ def test_a_split_module_is_put_together(how: str) -> None:
     """Names, values and gradients are those of the plain module, on each rank."""
     plain = trained(net())
     for found in run_ranks(split, 2, how):
-        for what, wanted in (("weights", whole_parameters(plain)), ("gradients", whole_gradients(plain))):
+        for what, wanted in (("weights", full_parameters(plain)), ("gradients", full_gradients(plain))):
             assert list(found[what]) == list(wanted)
             assert sum(float(one.abs().sum()) for one in wanted.values()) > 1
             for name, tensor in wanted.items():
                 torch.testing.assert_close(found[what][name], tensor, rtol=1e-8, atol=1e-10)
-        assert set(found["buffers"]) == set(whole_buffers(plain))
+        assert set(found["buffers"]) == set(full_buffers(plain))
         shards = {"ddp": {}, "fully_shard": 6, "tensor": 4}[how]
         assert found["placements"] == {} if how == "ddp" else len(found["placements"]) == shards
     if how == "tensor":
@@ -68,7 +68,7 @@ def on_one_rank(rank: int) -> dict[str, torch.Tensor]:
     if get_rank() == 0:
         weight = module.get_parameter("0.weight")
         weight.grad = torch.zeros_like(weight)
-    return whole_gradients(module)
+    return full_gradients(module)
 
 
 def test_a_gradient_that_one_rank_has_is_no_deadlock() -> None:
@@ -80,7 +80,7 @@ def test_a_gradient_that_one_rank_has_is_no_deadlock() -> None:
 def of_fsdp1(rank: int) -> str:
     module = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     try:
-        whole_parameters(module)
+        full_parameters(module)
     except ConfigError as error:
         return str(error)
     return ""
@@ -93,4 +93,4 @@ def test_flat_parameters_are_refused() -> None:
 def test_wrappers_do_not_change_names() -> None:
     """Compiled and checkpointed layers are wrapped."""
     inner = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Linear(2, 1)})
-    assert list(whole_parameters(nn.ModuleDict({"up": inner}))) == ["up.weight", "up.bias"]
+    assert list(full_parameters(nn.ModuleDict({"up": inner}))) == ["up.weight", "up.bias"]
