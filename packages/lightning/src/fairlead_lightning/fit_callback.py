@@ -56,7 +56,7 @@ class FitCallback(L.Callback):
 
     Args:
         context: What the settings are resolved to here.
-        say: Prints on rank 0; None: as each part does by itself.
+        say: Prints on rank 0; None: each part uses its own default output.
         seed: The seed of the job.
         inexact: What of the settings keeps a resume from being exact; None: found in the script's Trainer.
         guard: What stops a fit, with handlers that are installed already.
@@ -106,8 +106,8 @@ class FitCallback(L.Callback):
         """Spawned ranks begin with `setup`."""
         return {**self.__dict__, "_undo": [], "_unwatch": _nothing}
 
-    def always(self) -> list[L.Callback]:
-        """What a Trainer of ours has from the beginning, before the user's callbacks."""
+    def initial_callbacks(self) -> list[L.Callback]:
+        """The callbacks that a `fairlead.Trainer` installs when it is made, before the user's."""
         return [self] if self._barebones else [self.averages, self]
 
     # -- one fit
@@ -224,7 +224,7 @@ class FitCallback(L.Callback):
         return self.recorder is not None and self.even.is_over(empty)
 
     def check_state(self, trainer: L.Trainer) -> bool:
-        """What is to be saved: raises where the replicas differ; whether all weights are finite."""
+        """Before a save: raises if replicas differ; returns whether all weights are finite."""
         self.replicas.compare(trainer)
         return self.finite.check_weights(trainer)
 
@@ -245,7 +245,7 @@ class FitCallback(L.Callback):
             self.trainable.fit_starts(trainer)
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As behind a validation."""
+        """Reshards the model, as after a validation."""
         if self.recorder is not None:
             reshard(pl_module)
 
@@ -292,12 +292,12 @@ class FitCallback(L.Callback):
             self.replicas.after_batch(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The epoch may have had few batches."""
+        """Compares the samples now if the epoch was too short to do it earlier."""
         if self.recorder is not None and self.samples is not None:
             self.samples.compare(data_rank(trainer), _loaders(trainer))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hooks that follow look for the parameters of the optimizer."""
+        """Reshards the model, so that the hooks that follow find the optimizer's parameters in it."""
         if self.recorder is not None:
             reshard(pl_module)
 
@@ -308,23 +308,23 @@ class FitCallback(L.Callback):
             self.replicas.compare(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Perhaps nothing was left to train."""
+        """Restores the state of a run that had nothing left to train."""
         self.exact.fit_ends(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Whoever saves."""
+        """Removes rank 0's loader state from any checkpoint, also from one that the user's code writes."""
         self.exact.correct(checkpoint)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Lightning calls no `teardown` then."""
-        self.exact.left(trainer)
+        self.exact.on_exception(trainer)
         take_all_reduce_back(pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leaves everything as it was."""
         self._unwatch()
         self._unwatch = _nothing
-        self.exact.leave()
+        self.exact.uninstall()
         self.even.end()
         self.trainable.end()
         take_all_reduce_back(pl_module)
@@ -445,7 +445,7 @@ class LastCallback(L.Callback):
         fit = self._fit
         if fit.recorder is None:
             return
-        fit.recorder.left_by(trainer, exception)
+        fit.recorder.record_exception(trainer, exception)
         if fit.trainjob is not None:
             fit.trainjob.close(finished=False)
         fit.stuck.left_by(exception)

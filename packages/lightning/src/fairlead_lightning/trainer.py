@@ -129,7 +129,7 @@ class Trainer(L.Trainer):
         # A user's own bar takes the place of ours; Lightning refuses two.
         self._shows = arguments["enable_progress_bar"] and not any(isinstance(c, ProgressBar) for c in given)
         shown = [self.progress] if self._shows else []
-        arguments["callbacks"] = [*self.fit_callback.always(), *given, *shown]
+        arguments["callbacks"] = [*self.fit_callback.initial_callbacks(), *given, *shown]
         arguments["default_root_dir"] = str(Path(self.run_config.dir).absolute())
         # Fit adds our own checkpoint callback, when it knows the run.
         user_saves = any(isinstance(c, Checkpoint) for c in given)

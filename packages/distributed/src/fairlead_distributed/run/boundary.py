@@ -10,6 +10,8 @@ from fairlead_runs.unserved import UNSERVED
 
 _SHORT_S: Final = 5.0
 """Seconds that a signal may wait for a boundary before that is recorded, and shown by `fairlead status`."""
+_LONGER: Final = 1.1
+"""How much longer the next wait has to be to be recorded too: the history would grow with every step otherwise."""
 
 
 class Boundary:
@@ -26,17 +28,20 @@ class Boundary:
     def __init__(self, session: RunSession, guard: StopGuard) -> None:
         self._session = session
         self._guard = guard
-        self._recorded_s = _SHORT_S
+        self._next_recorded_s = _SHORT_S
         session.on_phase = guard.waits.at
 
     def agreed(self) -> Literal["stop", "save"] | None:
-        """What to do here: the same on all ranks, which call it together. It costs a step a counter."""
+        """Whether all ranks stop or save here because somebody has requested it; the engine sees to periodic saves.
+
+        All ranks call it together and get the same answer. A call increments a counter, and talks to nobody.
+        """
         stops = self._guard.should_stop()
         waits = self._guard.waits
-        if waits.seconds >= self._recorded_s:
-            self._recorded_s = 1.1 * waits.seconds
+        if waits.seconds >= self._next_recorded_s:
+            self._next_recorded_s = _LONGER * waits.seconds
             self._session.event(UNSERVED, seconds=round(waits.seconds, 1), phase=waits.phase)
         if stops:
             return "stop"
         requested = self._guard.should_save()
-        return "save" if self._session.save_due() or requested else None
+        return "save" if self._session.proof_saves() or requested else None

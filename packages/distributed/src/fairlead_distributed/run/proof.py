@@ -59,7 +59,7 @@ class ScriptProof:
         """Who keeps values beside the script's own modules; asked whenever they are noted."""
         self._owners = owners
 
-    def save_due(self, step: int) -> bool:
+    def saves(self, step: int) -> bool:
         """Whether all ranks are to save after this step; once."""
         due = step in self._to_save
         self._to_save.discard(step)

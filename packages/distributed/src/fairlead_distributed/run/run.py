@@ -163,21 +163,21 @@ class Run(OpenRun):
         self._replicas = ReplicaCheck(on_divergence, _REPLICAS)
         self._samples = SampleCheck(print, _SAMPLES) if check_samples else None
         self._saves: RunCheckpoints | None = None
-        self._restored = self._driven = False
+        self._restored = self._in_epochs = False
         self._sources: dict[str, Source] = {}
         self._saved_sources: Mapping[str, Any] = {}
         self._same_ranks = True
         self._data: Replicas | None = None
         self._seed = 0
-        self._pending: set[Ended] = set()
+        self._just_ended: set[Ended] = set()
         self._save_requested = False  # for a checkpoint, by `save`
-        self._stepped = self._just = False
-        self._leader: Source | None = None  # the first that gave a batch since the last boundary: it has the loop
+        self._stepped = self._just_stepped = False
+        self._loop_source: Source | None = None  # the first that gave a batch since the last boundary: it has the loop
         self._unstepped = 0  # batches since the last step
         self._seen: list[Inexact] = []
         self._exactness: ExactnessRecord | None = None
         self._phase = _TRAIN
-        self._now: dict[str, Any] = {}
+        self._latest_metrics: dict[str, Any] = {}
         self._compared = False
         self._batches = 0
         self._saved_at = 0.0
@@ -281,7 +281,7 @@ class Run(OpenRun):
             self._log_from(self.steps if own else None, position)
             session.begin(step=self.steps, epoch=self.epoch)
         self._saved_at = time.monotonic()
-        self._write_down()
+        self._record_reasons()
         if file is not None:
             rank = self._data.rank if self._data is not None else get_rank()
             saves.restore_generators(mine, self.steps, rank, same_ranks=self._same_ranks)
@@ -307,7 +307,7 @@ class Run(OpenRun):
             raise ConfigError(
                 "there is no last epoch", where="Run.epochs()", fix="run.epochs(10), or Run(max_epochs=10)"
             )
-        self._driven = True
+        self._in_epochs = True
         try:
             while self.finished is None and (most is None or self.epoch < most) and not self._steps_done():
                 yield self.epoch
@@ -316,7 +316,7 @@ class Run(OpenRun):
                 self._end_epoch()
                 self._at_boundary()
         finally:
-            self._driven = False
+            self._in_epochs = False
 
     def batches(self, loader: Iterable[T], *, name: str = "train") -> Iterator[T]:
         """The loader's batches from where the run was interrupted; each counts as trained on.
@@ -342,23 +342,23 @@ class Run(OpenRun):
             raise ConfigError(
                 f"the loader {name!r} has given all its batches already",
                 where="Run.batches()",
-                why="to the end of this epoch" if self._driven else "it goes over all epochs by itself",
+                why="to the end of this epoch" if self._in_epochs else "it goes over all epochs by itself",
                 fix="evaluate with the loader itself: `for x, y in held_out`; give another loader that is trained on "
                 'another name: run.batches(other, name="other")'
-                if self._driven
+                if self._in_epochs
                 else "for a loop with epochs, `for epoch in run.epochs(10)` around `for batch in run.batches(loader)`",
             )
         yield from self._rest_of(source)
         source.passed = True
 
     def _rest_of(self, source: Source) -> Iterator[Any]:
-        if source.over and not self._driven:  # saved by a loop over `epochs`
+        if source.over and not self._in_epochs:  # saved by a loop over `epochs`
             self._end_epoch(source)
         while not source.over and not self._ends(source):
-            if not self._driven and self._max_epochs is not None and source.epoch >= self._max_epochs:
+            if not self._in_epochs and self._max_epochs is not None and source.epoch >= self._max_epochs:
                 return
             yield from self._epoch_of(source)
-            if self._driven or not source.over:
+            if self._in_epochs or not source.over:
                 return
             self._end_epoch(source)
             if self._leads(source):
@@ -377,11 +377,11 @@ class Run(OpenRun):
         """
         session = self._require_training("step()")
         self.steps += 1
-        self._now = {}
-        self._stepped = self._just = True
+        self._latest_metrics = {}
+        self._stepped = self._just_stepped = True
         self._unstepped = 0
-        self._pending.add("step")
-        if self._driven and not self._sources:
+        self._just_ended.add("step")
+        if self._in_epochs and not self._sources:
             self._add_reason(_NO_BATCHES)
         session.beat(_TRAIN, self.steps)
         if metrics and self.steps % self._log_every == 0:
@@ -391,7 +391,7 @@ class Run(OpenRun):
 
     def due(self, *, every: int) -> bool:
         """Whether a multiple of so many steps was just done, as for a validation."""
-        return self._just and self.steps % every == 0
+        return self._just_stepped and self.steps % every == 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -410,7 +410,7 @@ class Run(OpenRun):
         self._phase = before
         session.beat(before, self.steps)
         if name == "validate":
-            self._pending.add("validation")
+            self._just_ended.add("validation")
 
     def log(self, metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Adds numbers of this step, or tensors with one element, to rank 0's `metrics.csv`; not of a finished run.
@@ -424,7 +424,7 @@ class Run(OpenRun):
         found = {**(metrics or {}), **more}
         for name, value in found.items():
             number(name, value)  # on all ranks, and before it is in the file
-        self._now.update(found)
+        self._latest_metrics.update(found)
         if self._metrics is not None:
             self._metrics.add(self.steps, {"epoch": self.epoch, **found})
             self._metrics.flush()
@@ -477,13 +477,13 @@ class Run(OpenRun):
 
     def _at_boundary(self) -> None:
         """Between two steps: does what is due, in this order: stop, checks, checkpoint."""
-        ended, self._pending = self._pending, set()
+        ended, self._just_ended = self._just_ended, set()
         requested, self._save_requested = self._save_requested, False
         if not ended and not requested:
             return
         session, boundary = self._opened(), self._boundary
         assert boundary is not None
-        self._leader = None
+        self._loop_source = None
         agreed = boundary.agreed()
         if agreed == "stop":
             self._stop()
@@ -514,7 +514,7 @@ class Run(OpenRun):
         self._compare()
         if self._unstepped and any(one.grad is not None for one in self._registry.model().parameters()):
             self._add_reason(_GRADIENTS)
-        # This also has the rows on the disk: no checkpoint is ahead of them.
+        # Flushes metrics.csv as well, so that no checkpoint is ahead of it.
         shared = {
             "seed": self._seed,
             "state": serialize(self.state, "run.state"),
@@ -531,7 +531,7 @@ class Run(OpenRun):
             "replicas": [count, max(1, get_world_size() // count)],
             "accumulate_grad_batches": self.accumulate_grad_batches,
         }
-        metrics = {name: number(name, value) for name, value in self._now.items()}
+        metrics = {name: number(name, value) for name, value in self._latest_metrics.items()}
         saved = saves.save(self.steps, own, shared, metrics, metadata, place=self._place())
         self._saved_at = time.monotonic()
         session.beat(self._phase, self.steps)
@@ -585,7 +585,7 @@ class Run(OpenRun):
             protect_workers(source.loader, self._guard.in_worker)
         if self._samples is not None and not self._batches:
             self._samples.begin(self._session, int(getattr(loader, "num_workers", 0)))
-        self._write_down()
+        self._record_reasons()
         return source
 
     def _epoch_of(self, source: Source) -> Iterator[Any]:
@@ -595,13 +595,13 @@ class Run(OpenRun):
                 batch = next(iterator, _END)
                 if batch is _END:
                     source.ended()
-                    if self._driven and self._leads(source):
+                    if self._in_epochs and self._leads(source):
                         self._at_boundary()
                     return
                 source.took()
-                self._leader = source if self._leads(source) else self._leader
+                self._loop_source = source if self._leads(source) else self._loop_source
                 self._unstepped += 1
-                self._just = False
+                self._just_stepped = False
                 self._batches += 1
                 if self._samples is not None and self._samples.saw(batch):
                     self._compare_samples()
@@ -613,7 +613,7 @@ class Run(OpenRun):
                         why="within run.epochs() they end with each epoch, and are others in the next",
                         fix=f"call run.batches(..., name={source.name!r}) again in each epoch",
                     )
-                if self._pending and not source.at_end and self._leads(source):
+                if self._just_ended and not source.at_end and self._leads(source):
                     self._at_boundary()
         finally:
             source.running = False
@@ -624,7 +624,7 @@ class Run(OpenRun):
 
     def _leads(self, source: Source) -> bool:
         """Whether the loop's body is over when this source is asked: another one may be asked within the body."""
-        return self._leader is None or self._leader is source or not self._leader.running
+        return self._loop_source is None or self._loop_source is source or not self._loop_source.running
 
     def _compare_samples(self) -> None:
         replicas = self._replicas_of_data()
@@ -641,7 +641,7 @@ class Run(OpenRun):
             source.next_epoch()
         if only is None or only.name == _TRAIN:
             self.epoch += 1
-        self._pending.add("epoch")
+        self._just_ended.add("epoch")
 
     def _steps_done(self) -> bool:
         return self._max_steps is not None and self.steps >= self._max_steps
@@ -661,9 +661,9 @@ class Run(OpenRun):
     def _add_reason(self, reason: Inexact) -> None:
         if reason not in self._seen:
             self._seen.append(reason)
-            self._write_down()
+            self._record_reasons()
 
-    def _write_down(self) -> None:
+    def _record_reasons(self) -> None:
         session = self._opened()
         if get_rank() or self.finished is not None:
             return

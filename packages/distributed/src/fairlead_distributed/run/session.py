@@ -121,9 +121,9 @@ class RunSession:
         if self.proof is not None:
             self.proof.at(self.path, step)
 
-    def save_due(self) -> bool:
+    def proof_saves(self) -> bool:
         """Whether a proof wants a checkpoint after this step; the same on all ranks."""
-        return self.proof is not None and self.proof.save_due(self._step)
+        return self.proof is not None and self.proof.saves(self._step)
 
     def heartbeats(self) -> list[Beat]:
         """The last sign of life of each rank of this start, by rank."""

@@ -51,7 +51,7 @@ class Recorder:
                 "one with a state_dict, also in the state behind its last batch",
             )
 
-    def left_by(self, trainer: L.Trainer, exception: BaseException) -> None:
+    def record_exception(self, trainer: L.Trainer, exception: BaseException) -> None:
         """Ends this start in the history; what was raised is named, not swallowed. `Stops` tells of stops."""
         if isinstance(exception, SIGTERMException) or self.session.children_stopped(exception) is not None:
             return

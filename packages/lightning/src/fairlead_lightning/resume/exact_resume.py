@@ -100,11 +100,11 @@ class ExactResume:
         """The fit is over; what comes after it is none of that run's."""
         self._session = self._record = None
         self._made = self._restored = _nothing
-        self.leave()
+        self.uninstall()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Before Lightning asks for the loaders; the ranks are connected."""
-        self.leave()
+        self.uninstall()
         self._trainer, self.where, self._state, self._validating = trainer, None, None, None
         self._asked = AskedLoaders()
         session = self._session if stage == "fit" else None
@@ -183,11 +183,11 @@ class ExactResume:
         session, configured = self._session, self._configured if trainer.is_global_zero else None
         if configured is not None and session is not None:
             self._changed = configured.announce(trainer, session, self._print)
-        self._write_down(trainer)
+        self._record_reasons(trainer)
         if configured is not None and session is not None:
             configured.write(session.path / "starts" / str(session.start))
 
-    def _write_down(self, trainer: L.Trainer) -> None:
+    def _record_reasons(self, trainer: L.Trainer) -> None:
         if self.loaders is None or self._record is None or not trainer.is_global_zero:
             return
         settings = list(self._settings or ())
@@ -208,7 +208,7 @@ class ExactResume:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         with_plain_numbers(checkpoint)
 
-    def left(self, trainer: L.Trainer) -> None:
+    def on_exception(self, trainer: L.Trainer) -> None:
         """An exception has left the fit: a state that is not whole is not saved."""
         if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
             self.where = "between"  # Lightning stops behind an epoch, too
@@ -307,7 +307,7 @@ class ExactResume:
             return self._validating
         assert self.loaders is not None
         users, loaders = self._users.state(), self.loaders.state()
-        self._write_down(trainer)
+        self._record_reasons(trainer)
         return {
             **rank_state.capture(trainer),
             **users,
@@ -336,7 +336,7 @@ class ExactResume:
         seed = self._environ.get(_SEED) if self.seed is None else self.seed
         return int(broadcast_object(seed if seed is not None else torch.initial_seed()))
 
-    def leave(self) -> None:
+    def uninstall(self) -> None:
         """Leaves the trainer as it was."""
         for undo in self._undo:
             undo()
