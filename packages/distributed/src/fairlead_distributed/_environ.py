@@ -1,7 +1,7 @@
 """The numbers that a launcher gives this process in its environment; nothing is connected.
 
 SLURM's are read here too, so that a script with torch alone gets its rank under `srun` without any plugin. Those of
-other launchers, such as mpirun and jsrun, the installed environment plugins read.
+other launchers, such as mpirun, the installed environment plugins read.
 """
 
 from __future__ import annotations

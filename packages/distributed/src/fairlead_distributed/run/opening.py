@@ -61,7 +61,7 @@ def open_session(
             raise ConfigError(
                 "a proof would copy its checkpoints to the object store of the run",
                 where="--prove-resume",
-                fix="leave the remote checkpoint_io out for the proof",
+                fix="leave copy_to, or the remote checkpoint_io, out for the proof",
             )
     session = _opened(job, resolution, run, environ, ckpt_path, copies)
     session.proof = proof
