@@ -22,7 +22,7 @@ from fairlead_distributed.run.commits import copies_of
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.scripts import advice_for_scripts, described_job, run_config
 from fairlead_distributed.run.session import RunSession
-from fairlead_launch.prove.plan import told
+from fairlead_launch.prove.plan import instructions_in
 from fairlead_lightning import compat
 from fairlead_lightning.commands.prove_probe import owners_of_fit
 from fairlead_lightning.display.quiet import hush
@@ -97,7 +97,7 @@ class Fairlead(L.Callback):
         plugins = plugins if plugins is not None else default_plugins()
         self._config = TrainerConfig.model_validate(
             {
-                "requeue": requeue if told(self._environ) is None else "none",
+                "requeue": requeue if instructions_in(self._environ) is None else "none",
                 "max_non_finite": max_non_finite,
                 "check_divergence_every_n_steps": check_divergence_every_n_steps,
                 "on_divergence": on_divergence,

@@ -59,7 +59,7 @@ def unseeded(line: str) -> Inexact:
 
 
 def kernel_reasons(written: Callable[[str, object], str]) -> Iterator[Inexact]:
-    """What this process's choice of GPU kernels keeps from being exact; `written` gives a setting as people write it."""
+    """What this process's choice of GPU kernels keeps from being exact; `written` formats a setting."""
     requested = torch.are_deterministic_algorithms_enabled()
     warns = "warn" if requested and torch.is_deterministic_algorithms_warn_only_enabled() else requested
     yield from inexact_kernels(warns, torch.backends.cudnn.benchmark, written)

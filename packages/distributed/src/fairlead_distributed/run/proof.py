@@ -18,7 +18,7 @@ from fairlead.plugins import PluginManager
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.run.memory import Owner, remembered
 from fairlead_distributed.user_objects import is_engines
-from fairlead_launch.prove.plan import END, RESTORED, Plan, at_step, note, told
+from fairlead_launch.prove.plan import END, RESTORED, Plan, at_step, instructions_in, note
 from fairlead_runs.commit import newest_complete
 
 _OTHERS_S: Final = 60.0
@@ -42,7 +42,7 @@ class ScriptProof:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> ScriptProof | None:
         """The proof that has started this process; None: there is none, or it is one of a job."""
-        found = told(environ)
+        found = instructions_in(environ)
         return cls(found) if found is not None and "runs" in found else None
 
     def redirected(self, run: RunConfig) -> RunConfig:

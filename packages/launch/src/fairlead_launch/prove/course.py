@@ -46,8 +46,8 @@ class Proof(ABC, Generic[SomePlan]):
         """What is behind `fairlead` to train once; in the folder `runs` of `folder`."""
 
     @abstractmethod
-    def told(self, notes: Path, *, kill: bool, again: bool) -> str:
-        """What the ranks of one start are told; `again`: it is to resume."""
+    def instructions(self, notes: Path, *, kill: bool, again: bool) -> str:
+        """The instructions for the ranks of one start; `again`: it is to resume."""
 
     @property
     @abstractmethod
@@ -147,7 +147,7 @@ class Proof(ABC, Generic[SomePlan]):
         notes.mkdir(parents=True, exist_ok=True)
         for stale in notes.glob("*.json") if again else ():
             stale.unlink()  # of the start that was killed
-        environ = {**self.session.environ, PLAN: self.told(notes, kill=kill, again=again)}
+        environ = {**self.session.environ, PLAN: self.instructions(notes, kill=kill, again=again)}
         if environ.get("PYTHONHASHSEED", "random") == "random":  # else a resumed process has the same as well
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the ranks of a proof are told in their environment: where they save, are killed, and leave notes."""
+"""The instructions for the ranks of a proof, in their environment: where they save, are killed, and leave notes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def at_step(step: int) -> str:
     return f"step-{step}"
 
 
-def told(environ: Mapping[str, str]) -> dict[str, Any] | None:
+def instructions_in(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """What `to_json` has written, in a process that a proof has started."""
     found: dict[str, Any] | None = json.loads(environ.get(PLAN, "null"))
     return found

@@ -60,7 +60,7 @@ class _ScriptProof(Proof[Plan]):
     def words(self) -> list[str]:
         return self._words
 
-    def told(self, notes: Path, *, kill: bool, again: bool) -> str:
+    def instructions(self, notes: Path, *, kill: bool, again: bool) -> str:
         return self.plan.to_json(notes, kill=kill, runs=str(self.folder / "runs"), again=again)
 
     def compared(self, undisturbed: Trained) -> str:

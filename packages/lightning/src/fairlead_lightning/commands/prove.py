@@ -114,7 +114,7 @@ class _FitProof(Proof[DecidingPlan]):
         assert self._whole is not None
         return f"{self.plan.steps} steps, {cut(self.plan, self._whole)}"
 
-    def told(self, notes: Path, *, kill: bool, again: bool) -> str:
+    def instructions(self, notes: Path, *, kill: bool, again: bool) -> str:
         return self.plan.to_json(notes, kill=kill, monitor=self._monitors)
 
     def words(self) -> list[str]:

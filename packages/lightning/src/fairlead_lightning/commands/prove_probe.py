@@ -28,11 +28,11 @@ from fairlead_runs.commit import newest_complete
 class Probe(L.Callback):
     """Takes notes where the checkpoint is made and resumed from, and at the end; kills this rank in between."""
 
-    def __init__(self, told: Mapping[str, Any], roots: tuple[Path, ...]) -> None:
-        self._plan = DecidingPlan(**told["plan"])
-        self._notes = Path(told["notes"])
-        self._kill: bool = told["kill"]
-        self._monitor: bool = told["monitor"]
+    def __init__(self, instructions: Mapping[str, Any], roots: tuple[Path, ...]) -> None:
+        self._plan = DecidingPlan(**instructions["plan"])
+        self._notes = Path(instructions["notes"])
+        self._kill: bool = instructions["kill"]
+        self._monitor: bool = instructions["monitor"]
         self._roots = roots
         self._noted = False
         self._validated: list[int] = []

@@ -23,7 +23,7 @@ from fairlead_distributed.run.failure_watch import SpokenForError
 from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.run.opening import file_to_evaluate
-from fairlead_launch.prove.plan import told
+from fairlead_launch.prove.plan import instructions_in
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, send_report, shown_after_rank_0, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet
@@ -116,7 +116,7 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
 
 def _probes(environ: Mapping[str, str], root: CodeRoot, rank: int) -> list[L.Callback]:
     """What a start of `fairlead fit --prove-resume` or `fairlead verify` takes notes with; of no use to any other."""
-    proving, verifying = told(environ), Plan.of(environ)
+    proving, verifying = instructions_in(environ), Plan.of(environ)
     if proving is not None:
         from fairlead_lightning.commands.prove_probe import Probe
 
