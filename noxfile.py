@@ -114,6 +114,7 @@ def env(session: nox.Session) -> None:
     places = [part for package in PACKAGES for part in editable(package, every_extra=True)]
     groups = (
         "test", "types", "docs", "build", "release", "examples", "nox", "data", "store", "kubernetes", "spmd", "cli",
+        "browser",
     )  # fmt: skip
     install(session, *group(*groups), *places)
     # Once for all processes of the tests, also where PYTHONDONTWRITEBYTECODE is set.

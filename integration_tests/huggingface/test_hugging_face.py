@@ -16,6 +16,7 @@ import pytest
 
 from fairlead_runs import read_history
 from fairlead_runs.commit import list_checkpoints, newest_complete
+from fairlead_runs.step_times import read_times
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "hugging-face.md"
 LIMIT_S = 300
@@ -91,6 +92,11 @@ def test_a_signal_to_one_rank_and_a_kill_of_all_and_nothing_is_lost(script: Path
     first = start(script, undisturbed)
     output = ended(first)
     assert first.returncode == 0, output
+    for one in read_times(undisturbed / "runs/line", 1):
+        assert one.steps == 199
+        assert set(one.shares) >= {"data", "compute", "optimizer", "logging"}
+        assert one.shares["data"] > 0.3, "the page's dataset sleeps for each sample"
+        assert one.facts["comm_bytes"] > 0
 
     scripts = tmp_path / "scripts"
     second = start(script, stopped, {"NSHRUNNER_SUBMIT_EXIT_SCRIPT_DIR": str(scripts), "SLURM_JOB_ID": "17"})

@@ -8,11 +8,14 @@ import os
 import pickle
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import torch
 import torch.distributed as dist
+
+from fairlead_runs.states import REQUESTED, dump_folder, stacks_request
 
 _STACK_SIGNAL: Final = signal.SIGQUIT
 """`kill -QUIT <pid>` shows a rank's stacks: what Java and Go do, and no scheduler's signal for a stop."""
@@ -36,6 +39,26 @@ def dump_stacks(path: Path, why: str = "") -> None:
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
         file.write("\n")
+
+
+class StacksOnRequest:
+    """Dumps the stacks of a rank that stands still, when `fairlead doctor --run` has requested it since the last time.
+
+    A rank whose steps advance is never asked, and does not even look.
+    """
+
+    def __init__(self, run: Path, start: int, rank: int) -> None:
+        self._request = stacks_request(run)
+        self._path = dump_folder(run, "stacks", start) / f"rank-{rank:05d}.txt"
+        self._answered = 0.0
+
+    def __call__(self) -> None:
+        """Is called from a thread that does not train."""
+        with suppress(OSError):  # no request; or a disk that the doctor sees does not answer
+            requested = self._request.stat().st_mtime
+            if requested > self._answered:
+                self._answered = requested
+                dump_stacks(self._path, REQUESTED)
 
 
 def dump_flight_recorder(folder: Path, rank: int, *, frames: bool = True) -> list[Path]:

@@ -25,6 +25,7 @@ from fairlead_distributed.run.proof import owners_of
 from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_huggingface import compat
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.guard import StopGuard
@@ -120,12 +121,26 @@ class Fairlead(TrainerCallback):
         self._training().begin(state)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """A step begins, behind whatever there was."""
+        """A step begins, behind whatever there was; its batches are there."""
         self._training().at("train")
+        self._training().part("compute")
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The gradients are clipped."""
+        self._training().part("optimizer")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The optimizer has stepped."""
+        self._training().part("logging")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The boundary: a stop or a save, if any rank was asked for one."""
         self._training().boundary(state, control)
+        self._training().part("data")
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The last state of a training is always saved."""
@@ -142,9 +157,10 @@ class Fairlead(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
-        """Adds what is logged to `metrics.csv`."""
+        """Adds what is logged to `metrics.csv`; the next batch comes then."""
         if self._of is not None:
             self._of.log(state, logs or {})
+            self._of.part("data")
 
     def _training(self) -> _TrainerRun:
         if self._of is None:
@@ -237,6 +253,12 @@ class _TrainerRun(OpenRun):
         else:
             self._log_from(None, None)
         session.begin(step=self.steps, epoch=int(state.epoch or 0))
+        measure_steps(
+            session,
+            lambda: (self._hf.model_wrapped,),
+            lambda: self._hf.callback_handler.train_dataloader,
+            self.say,
+        )
         self.at("first-batch")
 
     def at(self, phase: str) -> None:
@@ -251,6 +273,11 @@ class _TrainerRun(OpenRun):
             return
         self._phase = phase
         self._opened().beat(phase, self.steps)
+
+    def part(self, part: str) -> None:
+        """Which part of a step begins; what is logged in a validation or a save is theirs."""
+        if self.finished is None and self._phase == "train":
+            self._opened().at(part)
 
     def boundary(self, state: TrainerState, control: TrainerControl) -> None:
         """Behind an optimizer step, before the Trainer logs, evaluates and saves."""

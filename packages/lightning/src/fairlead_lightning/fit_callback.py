@@ -20,6 +20,7 @@ from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext
 from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_launch.reports import REPORT_FD
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints
@@ -91,6 +92,7 @@ class FitCallback(L.Callback):
         self.trainjob = TrainJobProgress(server, say) if server is not None else None
         self._resolution = resolution
         self._say = say
+        self._by_hand = False
         self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
         self._session: RunSession | None = None
         self.recorder: Recorder | None = None
@@ -213,6 +215,7 @@ class FitCallback(L.Callback):
         self.exact.after_validation()
         if self.checkpoints is not None:
             self.checkpoints.after_validation(trainer)
+        self._at("data")
 
     def loaders_made(self, trainer: L.Trainer) -> None:
         """The training's loaders are there."""
@@ -227,6 +230,11 @@ class FitCallback(L.Callback):
         """Before a save: raises if replicas differ; returns whether all weights are finite."""
         self.replicas.compare(trainer)
         return self.finite.check_weights(trainer)
+
+    def _at(self, part: str) -> None:
+        """Which part of a step begins; passes that a module does by hand are not told apart."""
+        if self.recorder is not None:
+            self.recorder.session.at("compute" if self._by_hand and part in _PASSES else part)
 
     # -- Lightning's hooks, before the user's callbacks
 
@@ -255,6 +263,12 @@ class FitCallback(L.Callback):
         self.batch.apply(trainer)
         if self.recorder is None:
             return
+        self._by_hand = not pl_module.automatic_optimization
+        wrapped = trainer.strategy.model
+        loaders = _loaders(trainer)
+        measure_steps(
+            self.recorder.session, lambda: (wrapped,), lambda: loaders[0] if loaders else None, self._say or print
+        )
         if self.samples is not None:
             workers = max((int(getattr(one, "num_workers", 0)) for one in _loaders(trainer)), default=0)
             self.samples.begin(self._session, workers)
@@ -263,6 +277,7 @@ class FitCallback(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         """From here on the state is not whole."""
+        self._at("forward")
         self.exact.before_batch(trainer)
         if self.recorder is None:
             return
@@ -272,11 +287,13 @@ class FitCallback(L.Callback):
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """The loss is computed."""
+        self._at("backward")
         if self.recorder is not None:
             self.finite.before_backward(trainer, loss)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The gradients are computed."""
+        self._at("optimizer")
         if self.recorder is not None:
             self.trainable.after_backward(trainer)
 
@@ -287,6 +304,7 @@ class FitCallback(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """The optimizers have stepped."""
+        self._at("logging")
         if self.recorder is not None:
             self.finite.after_batch(trainer)
             self.replicas.after_batch(trainer)
@@ -467,6 +485,7 @@ def _loaders(trainer: L.Trainer) -> list[Any]:
     return list(combined.flattened) if combined is not None else []
 
 
+_PASSES: Final = ("forward", "backward", "optimizer")
 _ADVICE: Final = ("ignore", None, PossibleUserWarning, None, 0)
 """What `warnings.simplefilter` makes for Lightning's advice."""
 _SAMPLES: Final = (

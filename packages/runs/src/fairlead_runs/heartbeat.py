@@ -92,6 +92,8 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._fd: int | None = None
         self.error: OSError | None = None
+        self.on_still: Callable[[], object] = _nothing
+        """Is called about once a second, in our thread, while the rank stands still."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -148,6 +150,12 @@ class Heartbeat:
                 seen, since = self._time, time.monotonic()
             still = time.monotonic() - since >= self._still_s
             self._write(place_of_thread(self._thread_id) if still else "")
+            if still:
+                self.on_still()
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def read_heartbeats(folder: Path) -> list[Beat]:

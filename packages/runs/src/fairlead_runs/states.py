@@ -117,6 +117,15 @@ def dump_folder(run: Path, kind: DumpKind, start: int) -> Path:
     return run / kind / f"start-{start}"
 
 
+REQUESTED: Final = "requested by fairlead doctor"
+"""What the first line of stacks says that were dumped on request."""
+
+
+def stacks_request(run: Path) -> Path:
+    """The file that requests the stacks of all ranks that stand still; whoever makes it removes it."""
+    return run / "heartbeats" / "SHOW-STACKS"
+
+
 def find_dumps(run: Path) -> list[Dumps]:
     """What the last start that failed or hung has left."""
     folders = [folder for kind in _DUMPS for folder in (run / kind).glob("start-*")]

@@ -27,10 +27,12 @@ from fairlead_diagnostics.checking import Requested
 from fairlead_diagnostics.checks import HERE
 from fairlead_diagnostics.checks.disk import existing
 from fairlead_diagnostics.outcome import MOST, Outcome, decide
+from fairlead_diagnostics.examine_run import examine_run
 from fairlead_diagnostics.report import here_document, here_lines, screen_document, screen_lines
 from fairlead_diagnostics.screen import ARRIVE_S, Place, Screen, Screened
 from fairlead_diagnostics.verdict import Verdict
 from fairlead_diagnostics.worker import Worker
+from fairlead_runs.commands.texts import find_run
 from fairlead_runs.exclusion import SCREENS
 from fairlead_runs.naming import run_directory
 
@@ -51,7 +53,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="screen all nodes of this allocation; start it once on each: srun --ntasks-per-node=1",
     )
-    parser.add_argument("--run", metavar="DIR", help="the run directory (default: that of JOB)")
+    parser.add_argument(
+        "--run",
+        metavar="RUN",
+        help="without JOB: say what is wrong with this run, while it crawls or hangs; with --nodes: the run directory "
+        "(default: that of JOB)",
+    )
     parser.add_argument(
         "--max-excluded",
         metavar="N",
@@ -71,6 +78,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Looks at this machine, or takes part in the screen of all nodes."""
+    if arguments.run is not None and not arguments.job and not arguments.nodes:
+        return examine_run(find_run(arguments.run, session), arguments, session)
     job = _job(arguments, session)
     resolution = _resolved(job, session)
     if not arguments.nodes:

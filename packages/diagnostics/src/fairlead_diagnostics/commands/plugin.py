@@ -1,4 +1,4 @@
-"""`fairlead doctor` and `fairlead capabilities` as plugins; what they do is imported when they are called."""
+"""The commands `doctor`, `report`, `top` and `capabilities` as plugins; what each does is imported when it is called."""
 
 from __future__ import annotations
 
@@ -8,11 +8,33 @@ from fairlead.plugin_classes import CommandPlugin
 
 doctor: Final = CommandPlugin(
     "doctor",
-    "test this machine, or each node of this allocation, before training",
+    "test this machine, or each node of this allocation; or find out why a run is slow or hangs",
     arguments="fairlead_diagnostics.commands.doctor:arguments",
     runtime="fairlead_diagnostics.commands.doctor:run",
     group="installation",
     example=("--nodes", "no-such.yaml"),
+)
+
+report: Final = CommandPlugin(
+    "report",
+    "write a page about a run, or several: curves, where the time went, what happened, settings",
+    arguments="fairlead_diagnostics.run_report.command:arguments",
+    runtime="fairlead_diagnostics.run_report.command:run",
+    engines=("jinja2>=3.1", "vl-convert-python>=1.9"),
+    extra="report",
+    group="runs",
+    example=("no-such-run",),
+)
+
+top: Final = CommandPlugin(
+    "top",
+    "watch a run in the terminal: loss, speed, data wait, memory, slow ranks",
+    arguments="fairlead_diagnostics.top:arguments",
+    runtime="fairlead_diagnostics.top:run",
+    engines=("rich>=13.7",),
+    extra="report",
+    group="runs",
+    example=("no-such-run",),
 )
 
 capabilities: Final = CommandPlugin(

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 import torch
 from pydantic import ValidationError
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError, RunDirectoryError
@@ -35,6 +36,7 @@ from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
 from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_runs.batch_policy import DATA_RANKS
 from fairlead_runs.guard import StopGuard
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
@@ -181,6 +183,7 @@ class Run(OpenRun):
         self._compared = False
         self._batches = 0
         self._saved_at = 0.0
+        self._hooks: list[RemovableHandle] = []
 
     # -- opening and closing
 
@@ -211,6 +214,8 @@ class Run(OpenRun):
                     error = raised
                     raise
         finally:
+            while self._hooks:
+                self._hooks.pop().remove()
             self._close(error)
 
     def _finish_writes(self) -> None:
@@ -279,6 +284,7 @@ class Run(OpenRun):
         self._restored = True
         if self.finished is None:
             self._log_from(self.steps if own else None, position)
+            self._measure(session)
             session.begin(step=self.steps, epoch=self.epoch)
         self._saved_at = time.monotonic()
         self._record_reasons()
@@ -287,6 +293,18 @@ class Run(OpenRun):
             saves.restore_generators(mine, self.steps, rank, same_ranks=self._same_ranks)
         session.beat("first-batch", self.steps)
         return file is not None
+
+    def _measure(self, session: RunSession) -> None:
+        """Has the session know what a step's time goes into."""
+        measure_steps(
+            session,
+            lambda: (one.value for one in self._registry),
+            lambda: next((one.loader for one in self._sources.values()), None),
+            self.say,
+        )
+        for optimizer in self._registry.optimizers().values():
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: session.at("optimizer")))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: session.at("compute")))
 
     # -- in the loop
 
@@ -383,6 +401,7 @@ class Run(OpenRun):
         self._just_ended.add("step")
         if self._in_epochs and not self._sources:
             self._add_reason(_NO_BATCHES)
+        session.at("logging" if self._sources else "compute")
         session.beat(_TRAIN, self.steps)
         if metrics and self.steps % self._log_every == 0:
             self.log(metrics)
@@ -589,10 +608,14 @@ class Run(OpenRun):
         return source
 
     def _epoch_of(self, source: Source) -> Iterator[Any]:
+        session = self._opened()
+        session.at("data")
         iterator, epoch = source.begin(self._seed, self.steps), source.epoch
         try:
             while source.at_end or not self._ends(source):
+                session.at("data")
                 batch = next(iterator, _END)
+                session.at("compute")
                 if batch is _END:
                     source.ended()
                     if self._in_epochs and self._leads(source):

@@ -15,12 +15,14 @@ from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError, Ru
 from fairlead.exactness import job_digest
 from fairlead_distributed.info import get_world_size
 from fairlead_distributed.run.proof import ScriptProof
+from fairlead_distributed.stacks import StacksOnRequest
 from fairlead_launch.reports import lost_a_peer
 from fairlead_runs import Beat, Heartbeat, History, RunDirectory, fingerprint, origin, read_heartbeats
 from fairlead_runs.commit import Fence
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.fingerprints import limits
 from fairlead_runs.handoff import Handoff
+from fairlead_runs.step_times import StepTimes, times_folder
 
 STATE_FILE = "state.ckpt"
 """What plain Lightning reads of a checkpoint: a file, or a directory of shards."""
@@ -65,12 +67,14 @@ class RunSession:
         self._history = self._history_of(rank)
         self._begun = False
         self._heartbeat: Heartbeat | None = None
+        self.times: StepTimes | None = None
+        """Where this rank's time goes, from `join` on."""
         self.on_phase: Callable[[str], object] | None = None
         """Is told what this rank is at, with each heartbeat."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks get everything but the lock, which stays with the process that holds it."""
-        return {**self.__dict__, "_directory": None, "_heartbeat": None, "on_phase": None}
+        return {**self.__dict__, "_directory": None, "_heartbeat": None, "times": None, "on_phase": None}
 
     @cached_property
     def origin(self) -> Mapping[str, str | None]:
@@ -104,6 +108,15 @@ class RunSession:
         if self._heartbeat is None:
             folder = RunDirectory(self.path, rank=rank)
             self._heartbeat = folder.heartbeat(node_rank=node_rank, local_rank=local_rank, rank=rank, start=self.start)
+            self._heartbeat.on_still = StacksOnRequest(self.path, self.start, rank)
+            self.times = StepTimes(
+                times_folder(self.path, self.start), node=node_rank, local_rank=local_rank, rank=rank
+            )
+
+    def at(self, part: str) -> None:
+        """Which part of a step, of `fairlead_runs.step_times.STEP_PARTS`, begins on this rank."""
+        if self.times is not None:
+            self.times.at(part)
 
     def beat(self, phase: str, step: int) -> None:
         """Says where this rank is; costs microseconds.
@@ -117,6 +130,8 @@ class RunSession:
             self.on_phase(phase)
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
+        if self.times is not None:
+            self.times.beat(phase, step)
         self._step = step
         if self.proof is not None:
             self.proof.at(self.path, step)
@@ -205,6 +220,9 @@ class RunSession:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
+        if self.times is not None:
+            self.times.close()
+            self.times = None
         if self._directory is not None:
             self._directory.close()
             self.fence = None  # what comes now is no change of the run, and readers believe it as that of this start

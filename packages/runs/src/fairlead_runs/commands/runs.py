@@ -65,7 +65,7 @@ def run_runs(arguments: argparse.Namespace, session: Session) -> int:
     sweep = members(folder)
     listed = [state(run) for run in sweep] or list_runs(folder)
     found = sorted(listed, key=_ORDERS[arguments.sort or ("best" if sweep else "name")])
-    differing, states = _differing(found), _states(found, session)
+    differing, states = differing_settings(found), _states(found, session)
     if arguments.json:
         shown = ({**summary(run), **dict(zip(("state", "reason"), states[run.path], strict=True))} for run in found)
         session.print_json([{**one, "settings": differing[str(one["name"])]} for one in shown])
@@ -112,7 +112,7 @@ def _order(name: str) -> tuple[int, str]:
     return (_SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), name)
 
 
-def _differing(runs: Sequence[RunState]) -> dict[str, dict[str, Any]]:
+def differing_settings(runs: Sequence[RunState]) -> dict[str, dict[str, Any]]:
     """Of each run, by name, the settings in which not all of these runs are the same; None: not set."""
     jobs = {run.name: _settings(run) for run in runs}
     names = {name for job in jobs.values() for name in job if _counts(name)}

@@ -36,7 +36,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
     """Shows one run: its state, why, its job, its pace, where the ranks are, and for which of them the others wait."""
     now = time.time()
     run = state(find_run(arguments.run, session), now=now)
-    stuck = _stuck(run, now)
+    stuck = find_stuck(run, now)
     job = job_of_run(run.path) if run.state != "finished" else None
     answer = ask_for_job(job, session.plugins, session.environ) if job is not None else None
     how = pace(run, now)
@@ -68,7 +68,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
             session.print(line)
     notes = [*_wrong_clocks(run.ranks, now), *wait_line(wait)]
     if stuck is not None:
-        notes.append(_waiting_line(stuck, now, running=run.state == "running"))
+        notes.append(stuck_line(stuck, now, running=run.state == "running"))
     notes += [f"{d.kind}: {_shown(d.path, session)} ({counted(d.files, 'file')})" for d in dumps]
     if notes:
         session.print()
@@ -77,7 +77,8 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
     return 0
 
 
-def _stuck(run: RunState, now: float) -> Waiting | None:
+def find_stuck(run: RunState, now: float) -> Waiting | None:
+    """Which ranks of a run the others wait for, or waited for when it ended without an error report."""
     if run.state == "running":
         return waiting(run.ranks, now)
     # A job that hung until its time was over ends without a word; its last heartbeats still say who hung.
@@ -105,7 +106,7 @@ def _groups(groups: Sequence[Sequence[Beat]], now: float) -> Iterator[str]:
         yield f"and {ranks} in {counted(len(left), 'more group')}; --json has each"
 
 
-def _waiting_line(stuck: Waiting, now: float, *, running: bool) -> str:
+def stuck_line(stuck: Waiting, now: float, *, running: bool) -> str:
     """Which rank is stuck where, and who waits for it, as a sentence."""
     first, alone = stuck.behind[0], len(stuck.others) == 1
     who, is_, it = ("rank", "is", "it") if len(stuck.behind) == 1 else ("ranks", "are", "them")

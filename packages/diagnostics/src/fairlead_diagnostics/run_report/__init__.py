@@ -1,0 +1,1 @@
+"""`fairlead report`: one page about one run or several."""

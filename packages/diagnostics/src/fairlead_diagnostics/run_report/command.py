@@ -1,0 +1,48 @@
+"""`fairlead report`: writes the page."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead_diagnostics.run_report.content import read_content
+from fairlead_diagnostics.run_report.page import page
+from fairlead_runs.commands.texts import find_run
+from fairlead_runs.commit import atomic_write
+from fairlead_runs.describe import shown_path
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fairlead report`."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, or the name of one in runs/")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="the page to write (default: report.html in the run, or here for several)"
+    )
+
+
+def run(arguments: argparse.Namespace, session: Session) -> int:
+    """Writes one self-contained page about one run, or several to compare; says where, and the goodput of each."""
+    paths = [find_run(name, session) for name in arguments.runs]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice.name} is named twice", where="RUN", fix="name each run once")
+    file = session.cwd / arguments.output if arguments.output else _default(paths, session.cwd)
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder", where="--output", fix=f"-o {file / 'report.html'}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"there is no folder {file.parent}", where="--output", fix=f"mkdir -p {file.parent}")
+    runs = [read_content(path, len(paths)) for path in paths]
+    atomic_write(file, page(runs, time.time()).encode(), error=RunDirectoryError)
+    for one in runs:
+        share = one.goodput.share
+        good = f"goodput {share:.1%}" if share is not None else "nothing was trained yet"
+        session.print(f"{one.run.name}: {one.run.state}, {good}")
+    session.print(f"written: {shown_path(file, session.cwd)}")
+    return 0
+
+
+def _default(paths: list[Path], here: Path) -> Path:
+    return (paths[0] if len(paths) == 1 else here) / "report.html"
