@@ -95,7 +95,7 @@ def test_a_signal_to_one_rank_and_a_kill_of_all_and_nothing_is_lost(script: Path
     for one in read_times(undisturbed / "runs/line", 1):
         assert one.steps == 199
         assert set(one.shares) >= {"data", "compute", "optimizer", "logging"}
-        assert one.shares["data"] > 0.3, "the page's dataset sleeps for each sample"
+        assert one.shares["compute"] > 0.5, "where the model sleeps"
         assert one.facts["comm_bytes"] > 0
 
     scripts = tmp_path / "scripts"
