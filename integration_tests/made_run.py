@@ -66,7 +66,8 @@ def make_run(path: Path, *, steps: int, ranks: int, starts: int = 3, name: str =
             file.write(f"{step},0,{noise * 2 / math.sqrt(1 + step / 400):.6f},{held_out},{lr}\n")
     folder = path / "starts" / str(starts)
     folder.mkdir(parents=True)
-    settings = {"devices": {"value": 8, "reason": "SLURM_NTASKS_PER_NODE"}, "max_time": {"value": None, "reason": "the default"}}
+    default = {"value": None, "reason": "the default"}
+    settings = {"devices": {"value": 8, "reason": "SLURM_NTASKS_PER_NODE"}, "max_time": default}
     (folder / "resolution.json").write_text(json.dumps(settings))
     provenance = {"python": {"version": "3.11.7"}, "argv": ["fairlead", "fit"], "packages": ["torch==2.13.0"]}
     (folder / "provenance.json").write_text(json.dumps(provenance))

@@ -115,10 +115,12 @@ def test_torn_records_and_lines_are_left_out(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[RECORD_BYTES + 20] ^= 1
     file.write_bytes(data)
-    (times_folder(tmp_path, 1) / "series.jsonl").open("a").write("[12.5, 3")
+    with (times_folder(tmp_path, 1) / "series.jsonl").open("a") as series:
+        series.write("[12.5, 3")
     assert [one.rank for one in read_times(tmp_path, 1)] == [0, 2]
     assert all(isinstance(one, Period) for one in read_series(tmp_path, 1))
-    assert read_times(tmp_path, 7) == read_series(tmp_path, 7) == []
+    assert read_times(tmp_path, 7) == []
+    assert read_series(tmp_path, 7) == []
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

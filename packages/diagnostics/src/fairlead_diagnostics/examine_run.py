@@ -21,6 +21,7 @@ from fairlead_runs import Beat, RunState, state
 from fairlead_runs.commands.facts import headline, in_words
 from fairlead_runs.commands.status import find_stuck, stuck_line
 from fairlead_runs.commands.texts import ago, table
+from fairlead_runs.describe import counted
 from fairlead_runs.goodput import LOST, SAVING, goodput
 from fairlead_runs.heartbeat import read_heartbeats
 from fairlead_runs.pace import pace
@@ -28,7 +29,7 @@ from fairlead_runs.states import REQUESTED, dump_folder, stacks_request
 from fairlead_runs.step_findings import step_findings
 from fairlead_runs.step_times import RankTimes, read_times
 from fairlead_runs.unserved import longest_wait, wait_line
-from fairlead_runs.waiting import Waiting, grouped, rank_ranges
+from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 _WATCHED_S: Final = 3.0
 """Seconds between two looks at the heartbeats: a rank writes one a second."""
@@ -144,6 +145,8 @@ def _diagnoses(
             serious=True,
         )
     stuck = find_stuck(run, now)
+    if stuck is None and standing and not _advances(run, before):  # all stand still: their places say who is behind
+        stuck = waiting(run.ranks, None)
     calls = {one.collective for one in standing if one.collective is not None}
     if len(calls) > 1:
         yield _different_calls(standing)
@@ -166,10 +169,11 @@ def _diagnoses(
 def _hang(run: RunState, stuck: Waiting, standing: Sequence[Standing], now: float) -> Diagnosis:
     behind = {beat.rank for beat in stuck.behind}
     where = [one for one in standing if one.rank in behind]
-    waits = sorted({one.collective for one in standing if one.rank not in behind and one.collective})
+    others = [one for one in standing if one.rank not in behind]
+    waits = sorted({one.collective or f"{one.place}" for one in others})
     why = "; ".join(f"rank {one.rank} is at {one.place}" for one in where[:4]) or "its stacks did not come"
     if waits:
-        why += f"; the others wait in {', '.join(waits)}"
+        why += f"; the others wait in {', '.join(waits[:3])}"
     return Diagnosis(
         "hang",
         stuck_line(stuck, now, running=run.state == "running"),
@@ -193,8 +197,8 @@ def _different_calls(standing: Sequence[Standing]) -> Diagnosis:
         "different-calls",
         f"the ranks wait for each other in different collectives: {'; '.join(parts)}",
         "each waits for all others to call the same",
-        "look for an `if rank == 0`, or a loop that one rank leaves earlier; FAIRLEAD_CHECK_COLLECTIVES=all names it at "
-        "once",
+        "look for an `if rank == 0`, or a loop that one rank leaves earlier; "
+        "FAIRLEAD_CHECK_COLLECTIVES=all names it at once",
         serious=True,
     )
 
@@ -220,7 +224,7 @@ def _missing(run: RunState) -> Diagnosis | None:
         return None
     return Diagnosis(
         "no-steps",
-        f"{len(run.ranks)} rank{'s' if len(run.ranks) != 1 else ''} stand in {run.ranks[0].phase} for {in_words(waits)}",
+        f"{counted(len(run.ranks), 'rank')} stand in {run.ranks[0].phase} for {in_words(waits)}",
         "they wait for others to arrive, or prepare data",
         "the start ends after `preflight_timeout` and names who is missing; prepare data before the job",
     )

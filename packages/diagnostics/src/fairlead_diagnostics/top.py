@@ -112,7 +112,9 @@ class _View:
         known = [one for one in ranks if one.mean_s]
         if known:
             recent = [one.recent.step_s or one.mean_s or 0.0 for one in known]
-            found.append(("a step", f"{statistics.median(recent) * 1000:.4g} ms now, {known[0].mean_s:.4g} s on average"))
+            means = statistics.median(one.mean_s or 0.0 for one in known)
+            step = f"{statistics.median(recent) * 1000:.4g} ms now, {means * 1000:.4g} ms on average"
+            found.append(("a step", step))
             waits = [one.shares.get("data", 0.0) for one in known]
             found.append(("data wait", f"{statistics.median(waits):.1%} of a step"))
         for name, of in (("device_memory", "device"), ("host_memory", "process")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,7 +108,7 @@ def goodput(run: Path) -> Goodput:
         resumed = next((_resumed(events, after) for after in later if _resumed(events, after) is not None), None)
         starts.append(_one_start(run, number, own, beats.get(number), resumed, last=not later))
     waits = [_queued(run, starts[0])] if starts else []
-    waits += [max(0.0, later.began - start.ended) for start, later in zip(starts, starts[1:], strict=False)]
+    waits += [max(0.0, later.began - start.ended) for start, later in pairwise(starts)]
     seconds: dict[str, float] = {QUEUE: sum(waits)}
     for start in starts:
         for part, value in start.seconds.items():

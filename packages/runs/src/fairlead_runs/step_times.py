@@ -250,8 +250,11 @@ class StepTimes:
         since, steps, before = self._series_since
         if self._since - since < max(self._interval_s, (self._since - self._began) / _SERIES_SHARE):
             return
+        period = _difference(seconds, before)
+        if not period:
+            return
         self._series_since = (self._since, self._steps, seconds)
-        line = [self._recent.time, self._step, self._steps - steps, _shorter(_difference(seconds, before))]
+        line = [self._recent.time, self._step, self._steps - steps, _shorter(period)]
         assert self._series is not None
         with self._series.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")

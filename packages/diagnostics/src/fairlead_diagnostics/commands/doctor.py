@@ -26,8 +26,8 @@ from fairlead.resolve import resolve
 from fairlead_diagnostics.checking import Requested
 from fairlead_diagnostics.checks import HERE
 from fairlead_diagnostics.checks.disk import existing
-from fairlead_diagnostics.outcome import MOST, Outcome, decide
 from fairlead_diagnostics.examine_run import examine_run
+from fairlead_diagnostics.outcome import MOST, Outcome, decide
 from fairlead_diagnostics.report import here_document, here_lines, screen_document, screen_lines
 from fairlead_diagnostics.screen import ARRIVE_S, Place, Screen, Screened
 from fairlead_diagnostics.verdict import Verdict

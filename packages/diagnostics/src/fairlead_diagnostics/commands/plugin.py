@@ -1,4 +1,4 @@
-"""The commands `doctor`, `report`, `top` and `capabilities` as plugins; what each does is imported when it is called."""
+"""The commands `doctor`, `report`, `top` and `capabilities` as plugins, which import what they do when called."""
 
 from __future__ import annotations
 

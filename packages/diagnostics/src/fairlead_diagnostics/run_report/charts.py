@@ -37,7 +37,7 @@ _SUFFIX: Final = re.compile(r"_(step|epoch)$")
 _KINDS: Final = {
     "start": ("triangle-right", "#4aa3a2"),
     "finished": ("circle", "#3a9d5d"),
-    "checkpoint": ("stroke", "#8c6d46"),
+    "checkpoint": ("triangle-down", "#8c6d46"),
     "stop": ("square", "#e8a33d"),
     "requeue": ("triangle-up", "#7d6bb5"),
     "failure": ("cross", "#cf3f3f"),
@@ -87,14 +87,14 @@ def curve_charts(runs: Sequence[RunContent]) -> Iterator[Chart]:
 
 
 def _lines(values: Sequence[Mapping[str, Any]], axis: str, kind: str, *, several: bool) -> dict[str, Any]:
-    x = {"field": axis, "type": kind, "title": axis if axis == "step" else None}
-    if axis == "step":
-        x["axis"] = {"format": "~s", "tickMinStep": 1}
-    y = {"type": "quantitative", "scale": {"zero": False}, "title": None}
-    color = {"field": "run" if several else "metric", "type": "nominal", "legend": {"orient": "bottom", "title": None}}
+    x: dict[str, Any] = {"field": axis, "type": kind, "title": axis if axis == "step" else None}
+    x["axis"] = {"format": "~s", "tickMinStep": 1} if axis == "step" else _clock([row["time"] for row in values])
+    y = {"type": "quantitative", "scale": {"zero": False}, "title": None, "axis": {"format": "~g"}}
+    legend = {"orient": "bottom", "title": None, "symbolOpacity": 1}
+    color = {"field": "run" if several else "metric", "type": "nominal", "legend": legend}
     encoding: dict[str, Any] = {"x": x, "color": color}
     if several:
-        encoding["strokeDash"] = {"field": "metric", "type": "nominal", "legend": {"orient": "bottom", "title": None}}
+        encoding["strokeDash"] = {"field": "metric", "type": "nominal", "legend": legend}
     tips = [{"field": name, "type": "nominal"} for name in (["run", "metric"] if several else ["metric"])]
     tips += [{"field": "step", "type": "quantitative"}, {"field": "value", "type": "quantitative"}]
     single = len(values) <= 40
@@ -112,12 +112,13 @@ def _lines(values: Sequence[Mapping[str, Any]], axis: str, kind: str, *, several
 
 def timeline_chart(run: RunContent) -> Chart:
     """When the starts ran, and what happened."""
-    starts = [
+    last = run.goodput.starts[-1] if run.run.state == "running" else None
+    starts: list[dict[str, Any]] = [
         {
             "start": f"start {one.number}",
             "from": round(one.began * 1000),
             "to": round(max(one.ended, one.began + 0.001) * 1000),
-            "ended": one.end or ("runs" if run.run.state == "running" and one is run.goodput.starts[-1] else "no report"),
+            "ended": one.end or ("runs" if one is last else "no report"),
             "steps": f"{one.first_step} to {one.last_step}" if one.first_step is not None else "none",
             "why": one.why[:200],
         }
@@ -137,15 +138,15 @@ def timeline_chart(run: RunContent) -> Chart:
     kinds += sorted({str(one["event"]) for one in moments} - set(kinds))
     shapes = [_KINDS.get(kind, ("diamond", "#8d9299")) for kind in kinds]
     y = {"field": "start", "type": "nominal", "sort": None, "title": None}
-    rows = len(starts)
+    axis = _clock([one["from"] for one in starts] + [one["to"] for one in starts])
     spec = {
-        **_chart([], height=max(60, min(640, 26 * rows + 30))),
+        **_chart([], height=min(640, 22 * len(starts) + 90)),
         "layer": [
             {
                 "data": {"values": starts},
                 "mark": {"type": "bar", "opacity": 0.28, "height": {"band": 0.7}, "color": "#4aa3a2"},
                 "encoding": {
-                    "x": {"field": "from", "type": "temporal", "title": None},
+                    "x": {"field": "from", "type": "temporal", "title": None, "axis": axis},
                     "x2": {"field": "to"},
                     "y": y,
                     "tooltip": [{"field": name, "type": "nominal"} for name in ("start", "ended", "steps", "why")],
@@ -155,7 +156,7 @@ def timeline_chart(run: RunContent) -> Chart:
                 "data": {"values": moments},
                 "mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.95},
                 "encoding": {
-                    "x": {"field": "time", "type": "temporal", "title": None},
+                    "x": {"field": "time", "type": "temporal", "title": None, "axis": axis},
                     "y": y,
                     "shape": _scale("event", kinds, [shape for shape, _ in shapes]),
                     "color": _scale("event", kinds, [color for _, color in shapes]),
@@ -199,12 +200,13 @@ def _stacked(rows: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
     values = [{**row, "seconds": _short(row["seconds"]), "order": parts.index(row["part"])} for row in rows]
     lanes = len({row["row"] for row in rows})
     return {
-        **_chart(values, height=34 * lanes + 10),
+        **_chart(values, height=28 * lanes + 50),
         "mark": {"type": "bar", "tooltip": True, "height": {"band": 0.75}},
         "encoding": {
             "x": {"field": "seconds", "type": "quantitative", "title": unit, "axis": {"format": "~s"}},
             "y": {"field": "row", "type": "nominal", "sort": None, "title": None},
-            "color": _scale("part", parts, [COLORS[part] for part in parts]),
+            # The table beside it has the names of the colors.
+            "color": {**_scale("part", parts, [COLORS[part] for part in parts]), "legend": None},
             "order": {"field": "order", "type": "quantitative"},
             "tooltip": [
                 {"field": "part", "type": "nominal"},
@@ -238,6 +240,12 @@ def rank_chart(ranks: Sequence[RankTimes]) -> Chart | None:
 def _scale(name: str, domain: Sequence[str], values: Sequence[str]) -> dict[str, Any]:
     legend = {"orient": "bottom", "title": None, "columns": {"signal": "max(2, floor(width / 130))"}}
     return {"field": name, "type": "nominal", "scale": {"domain": domain, "range": values}, "legend": legend}
+
+
+def _clock(times: Sequence[float]) -> dict[str, Any]:
+    """The axis of times in milliseconds: with the day where they span more than one."""
+    span = (max(times) - min(times)) / 1000 if times else 0.0
+    return {"format": "%H:%M:%S" if span < 7200 else "%H:%M" if span < 86_400 else "%b %d %H:%M", "tickCount": 8}
 
 
 def _chart(values: Sequence[Mapping[str, Any]], *, height: int) -> dict[str, Any]:

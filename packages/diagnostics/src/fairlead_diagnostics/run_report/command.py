@@ -19,7 +19,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead report`."""
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, or the name of one in runs/")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="the page to write (default: report.html in the run, or here for several)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the page to write (default: report.html in the run directory; of several runs: here)",
     )
 
 

@@ -49,6 +49,8 @@ MEANINGS: Final = {
 }
 _MOOD: Final = {"running": "good", "finished": "good", "failed": "bad", "interrupted": "bad", "stopped": "warn"}
 _WORST: Final = 10
+_NOTABLE: Final = 0.02
+_SNIPPET: Final = "window.vegaEmbed = vegaEmbed;"
 
 
 def page(runs: Sequence[RunContent], now: float) -> str:
@@ -102,7 +104,7 @@ def _environment() -> jinja2.Environment:
 
 @functools.cache
 def _vega() -> str:
-    return vl_convert.javascript_bundle(vl_version="6.1").replace("</script", "<\\/script")
+    return vl_convert.javascript_bundle(_SNIPPET, vl_version="6.1").replace("</script", "<\\/script")
 
 
 def _run(run: RunContent, charts: _Charts, now: float) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def _parts(run: RunContent) -> Iterator[dict[str, str]]:
     total = run.goodput.total_s
     for part in ORDER:
         seconds = run.goodput.seconds.get(part, 0.0)
-        if seconds:
+        if seconds >= 0.001:
             yield {
                 "name": part,
                 "seconds": f"{seconds:.3f}",
@@ -214,7 +216,8 @@ def _spread(ranks: Sequence[RankTimes]) -> str:
     if len(nodes) > 1:
         slowest = max(nodes, key=lambda host: statistics.median(nodes[host]))
         longer = statistics.median(nodes[slowest]) / middle - 1
-        text += f" The slowest of {len(nodes)} nodes is {slowest}, {longer:+.1%} beside the median rank."
+        if longer >= _NOTABLE:
+            text += f" The slowest of {len(nodes)} nodes is {slowest}: {longer:.1%} longer than the median rank."
     return text
 
 
@@ -305,8 +308,8 @@ def speedups(runs: Sequence[RunContent]) -> Iterator[str]:
             continue
         faster = ranks / fewest * base_s / step
         waits = statistics.median(one.shares.get("communication", 0.0) for one in run.goodput.starts[-1].ranks)
-        text = f"With the same batch on each rank, {ranks} ranks of {run.run.name} give {faster:.2f} times the samples a "
-        text += f"second of {fewest} of {base.run.name} ({faster * fewest / ranks:.0%} of the ideal)"
+        text = f"With the same batch on each rank, {ranks} ranks of {run.run.name} give {faster:.2f} times the samples "
+        text += f"a second of {fewest} of {base.run.name} ({faster * fewest / ranks:.0%} of the ideal)"
         yield text + (f": {waits:.0%} of a step waits for gradients." if waits >= 0.01 else ".")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -76,7 +77,7 @@ def _communication(modules: Iterable[object]) -> dict[str, float]:
 def _memory() -> dict[str, float]:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     found = {"host_memory": float(most)}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         found["device_memory"] = float(torch.cuda.max_memory_allocated())
     return found
 
@@ -96,7 +97,7 @@ class DeviceTimes:
     """
 
     def __init__(self, times: StepTimes, event: Callable[[], Any] | None = None, every: int = _SAMPLED) -> None:
-        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
+        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         self._every = every
         self._until = every
         self._marks: list[tuple[str, Any]] | None = None
@@ -131,7 +132,7 @@ class DeviceTimes:
         """Seconds by part of the steps that the device has passed."""
         while self._passed and self._passed[0][-1][1].query():
             marks = self._passed.pop(0)
-            for (part, begin), (_, end) in zip(marks, marks[1:], strict=False):
+            for (part, begin), (_, end) in pairwise(marks):
                 self._seconds[part] += begin.elapsed_time(end) / 1000
             self._steps += 1
         if not self._steps:
