@@ -114,9 +114,9 @@ def _slow_ranks(ranks: Sequence[RankTimes]) -> Iterator[Finding]:
     slow = sorted((one for one in ranks if own[one.rank] > _SLOWER * usual), key=lambda one: -own[one.rank])
     if not slow or len(slow) > len(ranks) // 2:
         return
-    shown = ", ".join(
-        f"rank {one.rank} ({one.host}): {_milliseconds(own[one.rank])}" for one in slow[:4]
-    ) + (f" and {len(slow) - 4} more" if len(slow) > 4 else "")
+    shown = ", ".join(f"rank {one.rank} ({one.host}): {_milliseconds(own[one.rank])}" for one in slow[:4]) + (
+        f" and {len(slow) - 4} more" if len(slow) > 4 else ""
+    )
     first = slow[0]
     longest = max(first.shares.items(), key=lambda pair: pair[1] if pair[0] != "communication" else 0.0)[0]
     yield Finding(
