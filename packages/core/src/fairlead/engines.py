@@ -60,6 +60,7 @@ _TABLE: Final = (
     ),
     Engine("numpy", ">=1.26", tested=("2.4.6",)),
     Engine("rich", ">=13", tested=("15.0.0",)),
+    Engine("vl-convert-python", ">=1.9", tested=("1.9.0.post1",)),
     Engine("safetensors", ">=0.5,<1", tested=("0.8.0",)),
     Engine("torchmetrics", ">=1.7", tested=("1.9.0",)),
     Engine("xxhash", ">=4,<5", tested=("4.1.0",)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import statistics
 import time
@@ -12,7 +11,6 @@ from typing import Any, Final
 
 import jinja2
 import vl_convert
-from markupsafe import Markup
 
 from fairlead import yaml
 from fairlead_diagnostics.run_report.charts import (
@@ -71,8 +69,8 @@ def page(runs: Sequence[RunContent], now: float) -> str:
         differences=_differences(runs) if several else (),
         curves=charts.add(curve_charts(runs)),
         runs=[_run(run, charts, now) for run in runs],
-        specs=Markup(charts.json()),
-        vega=Markup(_vega()),
+        specs=charts.json(),
+        vega=_vega(),
     )
 
 
@@ -102,7 +100,6 @@ def _environment() -> jinja2.Environment:
     return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
 
 
-@functools.cache
 def _vega() -> str:
     return vl_convert.javascript_bundle(_SNIPPET, vl_version="6.1").replace("</script", "<\\/script")
 
