@@ -146,8 +146,9 @@ def _one_start(
     done = max(steps, default=None) if first is not None else None
     seconds = _parts(lead, began, ended, trained)
     kept = done
-    if done is not None and first is not None and resumed is not None and resumed < done:
-        kept = max(first, resumed)
+    orderly = last or any(event["event"] in ("signal", "finished") for event in events)
+    if done is not None and first is not None and resumed is not None and (resumed < done or not orderly):
+        kept = max(first, min(resumed, done))
         saved = [event_time(one) for one in events if one["event"] == "checkpoint" and one.get("step", done) <= kept]
         _lose(seconds, (done - kept) / max(1, done - first), ended - max([*saved, trained or began]))
     ending = next((event for event in reversed(events) if event["event"] in ("stop", "failed", "finished")), None)

@@ -38,6 +38,7 @@ _KINDS: Final = {
     "start": ("triangle-right", "#4aa3a2"),
     "finished": ("circle", "#3a9d5d"),
     "checkpoint": ("triangle-down", "#8c6d46"),
+    "signal": ("wedge", "#e8a33d"),
     "stop": ("square", "#e8a33d"),
     "requeue": ("triangle-up", "#7d6bb5"),
     "failure": ("cross", "#cf3f3f"),
@@ -223,8 +224,9 @@ def rank_chart(ranks: Sequence[RankTimes]) -> Chart | None:
         return None
     hosts = sorted({one.host for one in known})
     values = [{"rank": one.rank, "host": one.host, "ms": _short((one.own_s or 0.0) * 1000)} for one in known]
+    axis = {"format": "d", "tickCount": min(10, len(known) - 1)}
     encoding: dict[str, Any] = {
-        "x": {"field": "rank", "type": "quantitative", "title": "rank", "axis": {"tickMinStep": 1}},
+        "x": {"field": "rank", "type": "quantitative", "title": "rank", "axis": axis},
         "y": {"field": "ms", "type": "quantitative", "title": "ms a step", "scale": {"zero": False}},
         "tooltip": [{"field": name, "type": "nominal"} for name in ("rank", "host", "ms")],
     }

@@ -18,6 +18,7 @@ from fairlead_runs.step_times import read_series
 
 _SHOWN: Final = {
     "start": "start",
+    "signal": "signal",
     "stop": "stop",
     "requeue": "requeue",
     "checkpoint": "checkpoint",
@@ -32,6 +33,7 @@ _SHOWN: Final = {
     "switch": "control file",
 }
 """The events of a history that the timeline shows, and what they are called there."""
+_TEXTS: Final = ("reason", "error", "why", "by", "nodes", "file", "signals")
 _MOST_EVENTS: Final = 2000
 
 
@@ -140,7 +142,7 @@ def _moments(events: Sequence[Mapping[str, Any]]) -> list[Moment]:
 
 
 def _text(event: Mapping[str, Any]) -> str:
-    words = [str(event[name]) for name in ("reason", "error", "why", "by", "nodes", "file") if event.get(name)]
+    words = [str(event[name]) for name in _TEXTS if event.get(name)]
     if event["event"] == "start":
         words += [f"{event.get('world_size')} ranks"] if event.get("world_size") else []
         words += ["resumed"] if event.get("resumed_from") else []
