@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -204,7 +207,40 @@ def test_a_run_whose_steps_advance_is_left_alone(loop: tuple[Path, list[subproce
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "its steps advance" in shown.stdout
     assert not (run / "stacks").exists()
+    screen = watched(folder)
+    assert "loop: running" in screen
+    assert "step  " in screen
     assert processes[0].poll() is None
+    before = max(beat.step for beat in read_heartbeats(run / "heartbeats"))
+    time.sleep(2.5)
+    assert max(beat.step for beat in read_heartbeats(run / "heartbeats")) > before
+
+
+def watched(folder: Path) -> str:
+    """What `fairlead top` has shown in a terminal until Ctrl-C, which it takes for its end."""
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "fairlead", "top", "loop", "--interval", "0.3"]
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environ, stdin=its, stdout=its, stderr=its, start_new_session=True
+    )
+    os.close(its)
+    shown, until = b"", time.monotonic() + 4.0
+    while time.monotonic() < until:
+        if select.select([ours], [], [], 0.2)[0]:
+            shown += os.read(ours, 1 << 16)
+    process.send_signal(signal.SIGINT)
+    while True:
+        try:
+            data = os.read(ours, 1 << 16)
+        except OSError:  # it has closed the terminal
+            break
+        if not data:
+            break
+        shown += data
+    os.close(ours)
+    assert process.wait(timeout=LIMIT_S) == 0
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
 
 
 TRAINER = """
