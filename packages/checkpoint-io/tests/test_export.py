@@ -110,6 +110,12 @@ class OfPython(nn.Module):
         return Half.apply(x)
 
 
+class Sharded(L.LightningModule):
+    def configure_model(self):
+        assert self.trainer.strategy.name == "single_device"
+        self.device_mesh["data_parallel"]
+
+
 class Lit(L.LightningModule):
     """Its validation step calls `forward` directly, or only a part of it."""
 
@@ -380,6 +386,14 @@ def test_names_and_constants_are_given_by_options(nets: Nets) -> None:
         nets.target.mkdir()
         nets.export("Plain", "torchscript", *words)
         assert (nets.code, told in nets.err) == (2, True), nets.err
+
+
+def test_a_model_that_shards_itself_in_one_process(nets: Nets) -> None:
+    nets.make("Sharded", torch.rand(2, 3))
+    nets.export("Sharded", "onnx")
+    assert nets.code == 2
+    assert "configure_model failed, in one process" in nets.err
+    assert 'self.device_mesh["data_parallel"]' in nets.err
 
 
 def test_a_sample_that_forward_does_not_take(nets: Nets) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fairlead import yaml
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, UserCodeError, did_you_mean
-from fairlead.user_code import CodeRoot, code_root, import_callable, instantiate
+from fairlead.user_code import CodeRoot, code_root, import_callable, instantiate, user_error
 from fairlead_checkpoint_io.commands.sources import Source
 from fairlead_distributed.full_state import named_as
 from fairlead_distributed.run.loading import as_it_was_saved, readable_load_errors
@@ -99,9 +99,14 @@ def _made(spec: Mapping[str, Any], root: CodeRoot, where: str) -> nn.Module:
 
         off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "inference_mode")
         alone: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "plugins": [LightningEnvironment()]}
-        with silent():
-            model.trainer = pl.Trainer(limit_val_batches=1, **alone, **dict.fromkeys(off, cast("Any", False)))
-            model.configure_model()
+        try:
+            with silent():
+                model.trainer = pl.Trainer(limit_val_batches=1, **alone, **dict.fromkeys(off, cast("Any", False)))
+                model.trainer.strategy.name = "single_device"  # what a `configure_model` asks for
+                model.configure_model()
+        except Exception as error:
+            fix = "have it leave the model whole where there is one rank, or name what makes it: --model module:factory"
+            raise user_error("configure_model failed, in one process", error, root, where=where, fix=fix) from error
     return _unwrapped(cast("nn.Module", model))
 
 
