@@ -110,6 +110,22 @@ class OfPython(nn.Module):
         return Half.apply(x)
 
 
+class Attends(nn.Module):
+    """torch computes it by one operator without a derivative where no gradient is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
 class Sharded(L.LightningModule):
     def configure_model(self):
         assert self.trainer.strategy.name == "single_device"
@@ -386,6 +402,23 @@ def test_names_and_constants_are_given_by_options(nets: Nets) -> None:
         nets.target.mkdir()
         nets.export("Plain", "torchscript", *words)
         assert (nets.code, told in nets.err) == (2, True), nets.err
+
+
+@pytest.mark.parametrize("to", ["torchscript", "torch-export"])
+def test_an_exported_model_can_be_differentiated(nets: Nets, to: str) -> None:
+    model = nets.make("Attends", torch.rand(4, 5, 8))
+    nets.export("Attends", to)
+    function, _ = read(nets.target / f"model.{SUFFIX[to]}", ["x"])
+    x = torch.rand(3, 5, 8, requires_grad=True)
+    gradients = [torch.autograd.grad(one(x).square().sum(), x)[0] for one in (function, model)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_model_that_draws_numbers_cannot_be_compared(nets: Nets) -> None:
+    nets.make("Draws", torch.rand(2, 3))
+    nets.export("Draws", "torchscript")
+    assert nets.code == 1
+    assert "the model gives other outputs in each call" in nets.err
 
 
 def test_a_model_that_shards_itself_in_one_process(nets: Nets) -> None:

@@ -79,7 +79,7 @@ class Export:
         if place is None and any(self.interface.batched):  # torch.export only says that the batch size is a constant
             try:
                 self._noted(lambda: _traced(self))
-                place = next((note for note in self.notes if self._is_users(note.partition(":")[0])), None)
+                place = next((note for note in self.notes if self.is_users(note.partition(":")[0])), None)
             except Exception as other:
                 place = self._place(other, str(other), None)
         return UserCodeError(
@@ -93,7 +93,7 @@ class Export:
     def _place(self, error: BaseException, told: str, operator: str | None) -> str | None:
         """The user's line that an exporter was at: of the traceback, the graph, or what its message quotes."""
         frame = user_frames(error, self.root)[-1:]
-        if frame and self._is_users(frame[0].filename):
+        if frame and self.is_users(frame[0].filename):
             return f"{frame[0].filename}:{frame[0].lineno}, in {frame[0].name}: {frame[0].line}"
         node = _NODE.search(told)
         for one in self.program.graph.nodes if self.program is not None else ():
@@ -101,16 +101,17 @@ class Export:
                 told = str(one.meta.get("stack_trace") or told)
                 break
         quoted = [[part for part in at if part] for at in _PLACES.findall(told)]
-        return next((f"{file}:{line}" for file, line in reversed(quoted) if self._is_users(file)), None)
+        return next((f"{file}:{line}" for file, line in reversed(quoted) if self.is_users(file)), None)
 
-    def _is_users(self, file: str) -> bool:
+    def is_users(self, file: str) -> bool:
+        """Whether a file is the user's own code."""
         return "site-packages" not in file and any(Path(file).is_relative_to(one) for one in self.root.folders)
 
 
 def _traced(export: Export) -> Any:
-    with torch.no_grad():
-        sample = tuple(export.interface.sample)
-        return _JIT.trace(export.interface.module, sample, strict=False, check_trace=False)
+    """Not under `no_grad`: torch would take operators that have no derivative."""
+    sample = tuple(export.interface.sample)
+    return _JIT.trace(export.interface.module, sample, strict=False, check_trace=False)
 
 
 def _write_torchscript(export: Export, path: Path) -> None:
@@ -216,6 +217,10 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
     batches = (2, 1, 3) if any(interface.batched) else ()
     inputs = [interface.sample_of(rows) for rows in batches or (2,)]
     expected = [interface.run(one) for one in inputs]  # before a file of weights is loaded into the model
+    for one, other in zip(interface.run(inputs[0]), expected[0], strict=True):
+        if _difference(one, other)[0] > tolerance:
+            what = "the model gives other outputs in each call, in Python: nothing can be compared"
+            raise RunFailedError(what, where="forward", fix="have it draw no random numbers in evaluation mode")
     function, document = export.read(path)
     if document != export.document:
         raise RunFailedError("the file does not hold what was embedded", where=str(path))
@@ -238,7 +243,8 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
                 raise _refused(export, "the exported model does not compute what Python's does", where, why)
             if difference > largest:
                 largest, name = difference, value.name
-    return {"difference": largest, "output": name, "batches": list(batches), "notes": export.notes}
+    notes = [note for note in export.notes if export.is_users(note.partition(":")[0])]
+    return {"difference": largest, "output": name, "batches": list(batches), "notes": notes}
 
 
 def _difference(one: Tensor, other: Tensor) -> tuple[float, float]:

@@ -143,7 +143,7 @@ def interface_of(
 
 def _called(module: Callable[..., Any], inputs: list[Tensor], root: CodeRoot, what: str) -> Any:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), silent():
             return module(*inputs)
     except Exception as error:
         fix = "--fixed-batch, if the batch size is a constant of your code" if what != "the sample" else None

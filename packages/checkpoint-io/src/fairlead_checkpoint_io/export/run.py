@@ -25,7 +25,7 @@ from fairlead_checkpoint_io.commands.states import read_any, weights_of, write_w
 from fairlead_checkpoint_io.export.command import SUFFIXES
 from fairlead_checkpoint_io.export.formats import KEY, Export, compare
 from fairlead_checkpoint_io.export.interface import Interface, Value, interface_of, sample_of
-from fairlead_checkpoint_io.export.model import Built, averaged, build, load, part_of
+from fairlead_checkpoint_io.export.model import Built, averaged, build, load, part_of, silent
 from fairlead_runs import is_run
 from fairlead_runs.commit import best_or_newest
 from fairlead_runs.describe import shown_path
@@ -101,7 +101,8 @@ def _write(export: Export, target: Path, tolerance: float) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=staged.parent, prefix=".tmp-export-") as folder:
             path = Path(folder, target.name)
             export.write(path)
-            found.update(compare(export, path, tolerance))
+            with silent():
+                found.update(compare(export, path, tolerance))
             os.replace(path, staged)
 
     write_at_once(target, fill)
