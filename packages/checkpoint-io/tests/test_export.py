@@ -293,6 +293,25 @@ def test_what_training_wraps_around_a_model_is_removed(nets: Nets) -> None:
     assert set(module.state_dict()) == set(model.state_dict())
 
 
+def test_a_function_may_make_one_module_of_a_checkpoint(nets: Nets) -> None:
+    """As a `Run` saves several; their average is one of them."""
+    model = nets.make("Plain", torch.rand(2, 3))
+    zeros = {f"ema.module.{name}": torch.zeros_like(value) for name, value in model.state_dict().items()}
+    both = {f"model.{name}": value for name, value in model.state_dict().items()} | zeros
+    torch.save({"state_dict": both | {"ema.n_averaged": torch.tensor(2)}}, nets.folder / "last.ckpt")
+    nets.export("Plain", "torchscript")
+    x = torch.rand(4, 3)
+    torch.testing.assert_close(JIT.load(str(nets.target / "model.ts"))(x), model(x))
+    nets.target = nets.target / "average"
+    nets.target.mkdir()
+    assert nets.export("Plain", "torchscript", "--ema")["average"] == "ema"
+    assert not JIT.load(str(nets.target / "model.ts"))(x).any()
+    nets.target = nets.target / "another"
+    nets.target.mkdir()
+    nets.export("Branch", "safetensors")
+    assert "name what makes the model that it was written with" in nets.err
+
+
 def averages(model: torch.nn.Module, kind: str) -> dict[str, Any]:
     """A checkpoint with the model's weights and an average: all ones."""
     ones = {name: torch.ones_like(one) for name, one in model.state_dict().items()}

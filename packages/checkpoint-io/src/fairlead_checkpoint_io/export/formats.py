@@ -244,6 +244,8 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
             if difference > largest:
                 largest, name = difference, value.name
     notes = [note for note in export.notes if export.is_users(note.partition(":")[0])]
+    if others := [note for note in export.notes if note not in notes]:
+        notes.append(f"the same at {len(others)} lines of libraries, the first is {others[0]}")
     return {"difference": largest, "output": name, "batches": list(batches), "notes": notes}
 
 

@@ -21,7 +21,7 @@ from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, ConfigError, UserCodeError, did_you_mean
 from fairlead.user_code import CodeRoot, code_root, import_callable, instantiate, user_error
 from fairlead_checkpoint_io.commands.sources import Source
-from fairlead_distributed.full_state import named_as
+from fairlead_distributed.full_state import named_as, plain_name
 from fairlead_distributed.run.loading import as_it_was_saved, readable_load_errors
 from fairlead_runs.checkpoint_job import checkpoint_job, job_file, refuse_stand_ins
 
@@ -146,10 +146,26 @@ def load(built: Built, state: dict[str, Any], weights: Mapping[str, Any], source
     if any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in weights.values()):
         model.double()  # of a run with precision: 64-true
     done = as_it_was_saved(model)
-    with readable_load_errors(source.content):
-        model.load_state_dict(named_as(model, weights), strict=getattr(model, "strict_loading", True))
+    try:
+        with readable_load_errors(source.content):
+            own = named_as(model, _of_model(model, weights))
+            model.load_state_dict(own, strict=getattr(model, "strict_loading", True))
+    except CheckpointError as error:
+        error.fix = "name what makes the model that it was written with, or a part of it: --model module:factory"
+        raise
     done()
     _unwrapped(model).eval()  # also what a `setup` has wrapped
+
+
+def _of_model(model: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of a model that is a part of what the checkpoint has: of a `Run` one of its modules, of another a layer."""
+    names = [plain_name(name) for name in model.state_dict()]
+    if not names or names[0] in weights:
+        return weights
+    before = [name.removesuffix(names[0]) for name in weights if name.endswith(f".{names[0]}")]
+    whole = [one for one in before if all(one + name in weights for name in names)]
+    trained = [one for one in whole if one.removesuffix(_AVERAGED) + _COUNT not in weights]
+    return {name: weights[trained[0] + name] for name in names} if len(trained) == 1 else weights
 
 
 def part_of(built: Built, name: str | None) -> nn.Module:
