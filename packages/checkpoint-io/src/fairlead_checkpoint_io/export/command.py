@@ -79,5 +79,11 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "is above 1 (default: 1e-5)",
     )
     add("--overwrite", action="store_true", help="overwrite an existing file")
-    add("--trust", metavar="NAME", action="append", default=[], help="as for `fairlead checkpoint`. Repeatable")
+    add(
+        "--trust",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a class that the checkpoint may contain. Repeatable",
+    )
     add("--json", action="store_true", help="print one JSON document")

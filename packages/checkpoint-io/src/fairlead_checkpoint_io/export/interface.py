@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -221,26 +221,6 @@ def _call(sample: Any) -> Call:
 def _validated(built: Built, part: nn.Module) -> Call:
     """What the module is called with first, when Lightning validates one batch."""
     model: Any = built.model
-    with _first_call(part) as calls:
-        try:
-            with silent():
-                model.trainer.validate(model, datamodule=built.data, verbose=False)
-        except Exception as error:
-            if not calls:  # what fails behind it is of no matter here
-                what = "validating one batch failed, from which the sample input is taken"
-                raise user_error(what, error, built.root, where="data", fix=_OTHERWISE) from error
-    if calls:
-        return calls[0]
-    if part is model and model.example_input_array is not None:
-        return _call(model.example_input_array)
-    inner = next((name for name, _ in model.named_children()), "NAME")
-    what = "there is no sample input: validation_step does not call " + ("self(...)" if part is model else "this part")
-    raise ConfigError(what, where=built.name, fix=f"export the part that it calls: --part {inner}; or {_OTHERWISE}")
-
-
-@contextmanager
-def _first_call(part: nn.Module) -> Iterator[list[Call]]:
-    """Keeps the arguments of the first call, also where it is `self.forward(x)`, which calls no hook."""
     calls: list[Call] = []
     forward = part.forward
 
@@ -249,8 +229,17 @@ def _first_call(part: nn.Module) -> Iterator[list[Call]]:
             calls.append(tree_map(lambda one: one.detach().clone() if isinstance(one, Tensor) else one, (args, kwargs)))
         return forward(*args, **kwargs)
 
-    part.forward = recorded
     try:
-        yield calls
-    finally:
-        del part.forward
+        with silent(), patch.object(part, "forward", recorded):  # also of `self.forward(x)`, which calls no hook
+            model.trainer.validate(model, datamodule=built.data, verbose=False)
+    except Exception as error:
+        if not calls:  # what fails behind it is of no matter here
+            what = "validating one batch failed, from which the sample input is taken"
+            raise user_error(what, error, built.root, where="data", fix=_OTHERWISE) from error
+    if calls:
+        return calls[0]
+    if part is model and model.example_input_array is not None:
+        return _call(model.example_input_array)
+    inner = next((name for name, _ in model.named_children()), "NAME")
+    what = "there is no sample input: validation_step does not call " + ("self(...)" if part is model else "this part")
+    raise ConfigError(what, where=built.name, fix=f"export the part that it calls: --part {inner}; or {_OTHERWISE}")
