@@ -115,10 +115,11 @@ class Attends(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.normalization = nn.LayerNorm(8)  # no constants of ours
         self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
     def forward(self, x):
-        return self.layer(x)
+        return self.layer(self.normalization(x))
 
 
 class Draws(nn.Module):

@@ -121,7 +121,7 @@ def _constants(
         except (OSError, ValueError) as error:
             raise ConfigError("the constants cannot be read", where=where, why=str(error)) from error
     for owner in (built.data, built.model) if built is not None and arguments.constants is None else ():
-        if (own := getattr(owner, "normalization", None)) is not None:
+        if isinstance(own := getattr(owner, "normalization", None), Mapping):  # a layer may be called so
             where, found = f"{type(owner).__name__}.normalization", own
     if not isinstance(found, Mapping) or not all(isinstance(one, Mapping) for one in found.values()):
         fix = 'write {"x": {"mean": [0.5], "std": [0.2]}}, with the names of inputs and outputs'
