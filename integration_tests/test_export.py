@@ -193,9 +193,8 @@ def test_lightnings_averaged_weights(user: Path, surrogate: Any) -> None:
     )
     trainer.fit(module.Surrogate(), module.Data())
     torch.save(torch.randn(4, 3), user / "sample.pt")
-    words = "fairlead export averaged.ckpt --to torchscript --ema --model model:Surrogate --sample sample.pt --json"
-    done = shell(words, user)
-    assert done.returncode == 0, done.stderr
+    words = "export averaged.ckpt --to torchscript --ema --model model:Surrogate --sample sample.pt"
+    assert main(words.split(), environ={}, cwd=user) == 0
     state = read_file(user / "averaged.ckpt")
     model = JIT.load(str(user / "averaged.ts"))
     weights = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
