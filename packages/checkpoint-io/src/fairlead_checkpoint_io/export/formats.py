@@ -132,7 +132,7 @@ def _program(export: Export) -> torch.export.ExportedProgram:
     export.program = torch.export.export(
         interface.module,
         tuple(interface.sample),
-        dynamic_shapes=((shapes,) if interface.flat else shapes) if any(interface.batched) else None,
+        dynamic_shapes=shapes if any(interface.batched) else None,
     )
     return export.program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,12 +47,22 @@ class Flat(nn.Module):
     Whatever else the sample call has, such as a flag or None, is a constant of the exported model.
     """
 
-    def __init__(self, model: nn.Module, call: inspect.BoundArguments) -> None:
+    def __init__(self, model: nn.Module, call: inspect.BoundArguments, names: Sequence[str]) -> None:
         super().__init__()
         self.model = model
         self._signature = call.signature
         leaves, self._spec = tree_flatten_with_path(dict(call.arguments))
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for _, leaf in leaves]
+
+        def forward(*tensors: Tensor) -> Any:
+            found = tuple(leaf for leaf in tree_leaves(self.original(*tensors)) if isinstance(leaf, Tensor))
+            return found[0] if len(found) == 1 else found
+
+        # By names: the guards of torch.export 2.9 cannot be evaluated for a `*tensors`.
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [inspect.Parameter(f"{re.sub(r'[^0-9a-zA-Z]', '_', n)}_{i}", kind) for i, n in enumerate(names)]
+        forward.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        self.forward = forward
 
     def original(self, *tensors: Tensor) -> Any:
         """What the model itself gives."""
@@ -60,26 +71,16 @@ class Flat(nn.Module):
         call = inspect.BoundArguments(self._signature, tree_unflatten(leaves, self._spec))
         return self.model(*call.args, **call.kwargs)
 
-    def forward(self, *tensors: Tensor) -> Any:
-        """The tensors in what the model gives."""
-        found = tuple(leaf for leaf in tree_leaves(self.original(*tensors)) if isinstance(leaf, Tensor))
-        return found[0] if len(found) == 1 else found
-
 
 @dataclass(frozen=True)
 class Interface:
-    """A module that takes and gives tensors, with a sample input; `flat`: it is a wrapper of the user's `part`."""
+    """A module that takes and gives tensors, the user's `part` or a wrapper of it, with a sample input."""
 
     part: nn.Module
     module: nn.Module
     sample: list[Tensor]
     inputs: list[Value]
     outputs: list[Value]
-
-    @property
-    def flat(self) -> bool:
-        """Whether the module is wrapped, as it takes or gives something else than exporters do."""
-        return self.module is not self.part
 
     @property
     def batched(self) -> list[bool]:
@@ -119,7 +120,7 @@ def interface_of(
     rows = 0 if fixed else next((one.shape[0] for one in sample if one.dim()), 0)
     batched = [rows > 0 and one.dim() > 0 and one.shape[0] == rows for one in sample]
     sample = [_resized(one, 2) if has else one for one, has in zip(sample, batched, strict=True)]
-    flat = Flat(part, call)
+    flat = Flat(part, call, list(tensors))
     given = _called(flat.original, sample, root, "the sample")
     found = {_name(path, "output"): leaf for path, leaf in tree_flatten_with_path(given)[0] if isinstance(leaf, Tensor)}
     if not found:
