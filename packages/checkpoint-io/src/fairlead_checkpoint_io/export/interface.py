@@ -147,7 +147,7 @@ def _called(module: Callable[..., Any], inputs: list[Tensor], root: CodeRoot, wh
         with torch.no_grad(), silent():
             return module(*inputs)
     except Exception as error:
-        fix = "--fixed-batch, if the batch size is a constant of your code" if what != "the sample" else None
+        fix = "--fixed-batch, if the batch size is a constant of your code or, by chance, a size of another input"
         raise user_error(f"the model cannot run {what}", error, root, where="forward", fix=fix) from error
 
 
