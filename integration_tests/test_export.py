@@ -26,7 +26,7 @@ from integration_tests.jobs import FAIRLEAD, fairlead
 
 JIT: Any = torch.jit  # has no types
 FUNCTIONAL: Any = torch.autograd.functional
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "how-to" / "export.md"
 AT = (290.0, 0.5, 3.0)

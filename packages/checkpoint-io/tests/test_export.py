@@ -17,7 +17,7 @@ from fairlead.cli import main
 from fairlead.plugins import PluginManager
 
 JIT: Any = torch.jit  # has no types
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 ALL = ("torchscript", "torch-export", "onnx", "safetensors")
 SUFFIX = {"torchscript": "ts", "torch-export": "pt2", "onnx": "onnx", "safetensors": "safetensors"}
 NETS = '''
