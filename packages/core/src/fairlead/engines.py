@@ -86,6 +86,10 @@ _TABLE: Final = (
     Engine("tensorboard", ">=2.18", tested=("2.21.0",)),
     Engine("wandb", ">=0.19", tested=("0.31.0",)),
     Engine("mlflow-skinny", ">=2.14", tested=("3.17.2",)),
+    Engine("onnx", ">=1.18", tested=("1.23.2",)),
+    Engine("onnxscript", ">=0.5", tested=("0.7.2",)),
+    Engine("onnxruntime", ">=1.20", tested=("1.32.0",)),
+    Engine("copier", ">=9.10,<10", tested=("9.19.1",)),
     Engine("transformers", ">=5.20,<6", tested=("5.23.0",), why="Older ones were not tried."),
     Engine("accelerate", ">=1.15,<2", tested=("1.15.0",), why="Older ones were not tried."),
 )
