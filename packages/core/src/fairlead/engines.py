@@ -86,6 +86,10 @@ _TABLE: Final = (
     Engine("tensorboard", ">=2.18", tested=("2.21.0",)),
     Engine("wandb", ">=0.19", tested=("0.31.0",)),
     Engine("mlflow-skinny", ">=2.14", tested=("3.17.2",)),
+    Engine("prometheus-client", ">=0.22,<1", tested=("0.26.0",), why="Older ones were not tried."),
+    Engine("opentelemetry-sdk", ">=1.35,<2", tested=("1.45.2",), why="Older ones were not tried."),
+    Engine("opentelemetry-exporter-otlp-proto-http", ">=1.35,<2", tested=("1.45.2",), why="Older ones were not tried."),
+    Engine("matplotlib", ">=3.10", tested=("3.11.2",), why="Older ones were not tried."),
     Engine("transformers", ">=5.20,<6", tested=("5.23.0",), why="Older ones were not tried."),
     Engine("accelerate", ">=1.15,<2", tested=("1.15.0",), why="Older ones were not tried."),
 )

@@ -1,0 +1,92 @@
+"""What the loggers for monitoring systems have in common: they show the state of a run, on rank 0, while it trains."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fairlead.interfaces import BuildContext
+from fairlead_distributed.info import get_rank
+from fairlead_runs.monitoring import Reading, RunMetrics
+
+
+class Monitor(ABC):
+    """A logger of a Trainer's or a `Run`'s that keeps the newest values and has no history: nothing to cut back.
+
+    It begins where it is first used on rank 0, in the process that trains.
+
+    Args:
+        by: The logger's name.
+        context: Has the run directory.
+    """
+
+    def __init__(self, by: str, context: BuildContext) -> None:
+        self._by = by
+        self._path = (context.run_dir or Path()).absolute()
+        self.run = context.extras.get("run_name") or self._path.name
+        self._metrics: RunMetrics | None = None
+
+    @property
+    def experiment(self) -> RunMetrics | None:
+        """The run's metrics, which are shown from now on; None on other ranks than 0."""
+        if self._metrics is None and get_rank() == 0 and _lightnings_rank() == 0:
+            self._metrics = RunMetrics(self._path, self._by)
+            self._begin()
+        return self._metrics
+
+    def readings(self, *, active: bool = True) -> list[Reading]:
+        """The values of all metrics now, each with the label `run`; may be called in any thread."""
+        return self._metrics.read(self.run, active=active) if self._metrics is not None else []
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Shows `readings` from now on."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Shows the last ones, and stops."""
+
+    # -- what Lightning and `Run` call
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Takes the newest values; the step is that of the run."""
+        shown = self.experiment
+        if shown is not None:
+            shown.log(metrics)
+
+    def finalize(self, status: str) -> None:
+        """Shows the last values, and stops; what is logged later begins it again."""
+        if self._metrics is not None:
+            self._end()
+            self._metrics = None
+
+    def nothing(self, *_: Any, **__: Any) -> None:  # noqa: B027 - not abstract
+        """What has no place in a monitoring system: hyperparameters, graphs, checkpoints."""
+
+    log_hyperparams = log_graph = save = after_save_checkpoint = nothing
+
+    @property
+    def name(self) -> str:
+        """The logger's name."""
+        return self._by
+
+    version = ""
+    save_dir = root_dir = log_dir = None
+    group_separator = "/"
+
+
+def as_lightnings(logger: Monitor) -> Monitor:
+    """The logger, as a `Logger` of Lightning's where that is loaded: a `Run` does not need it."""
+    lightning = sys.modules.get("lightning.pytorch.loggers.logger")
+    if lightning is not None:
+        lightning.Logger.register(Monitor)
+    return logger
+
+
+def _lightnings_rank() -> int:
+    """The rank that Lightning knows, also of ranks without a process group."""
+    found = getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)
+    return int(getattr(found, "rank", None) or 0)
