@@ -23,7 +23,7 @@ from integration_tests.test_docs import DOCS, blocks
 
 pytestmark = pytest.mark.full
 
-STEPS = 240
+STEPS = 300
 
 
 def free_port() -> int:
@@ -123,6 +123,12 @@ def test_promql_gives_the_numbers_of_a_run_that_was_killed(tmp_path: Path) -> No
         resumed = next(one["step"] for one in reversed(events(run)) if one["event"] == "training")
         assert 50 <= resumed <= 75
         server.until("fairlead_run_step", lambda step: step >= resumed + 110)
+        forward = server.until('fairlead_step_share_ratio{part="forward"}', lambda share: share > 0)
+        assert forward > 0.5, "where the model sleeps"
+        assert server.value("sum(fairlead_step_share_ratio)") == pytest.approx(1, abs=0.01)
+        good = server.value("fairlead_run_goodput_ratio")
+        assert good is not None
+        assert 0 < good < 1
         board = json.loads((DOCS / "how-to/grafana-dashboard.json").read_text())
         for query in (target["expr"] for panel in board["panels"] for target in panel["targets"]):
             assert server.query(query.replace("$run", ".*")), f"the dashboard shows nothing for {query}"

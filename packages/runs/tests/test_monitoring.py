@@ -10,6 +10,7 @@ from fairlead.errors import RunDirectoryError
 from fairlead_runs import Heartbeat, History
 from fairlead_runs.heartbeat import heartbeat_path
 from fairlead_runs.monitoring import METRICS, Metric, Reading, RunMetrics, logged_metric
+from fairlead_runs.step_times import StepTimes, times_folder
 
 
 def values(found: list[Reading]) -> dict[str, float]:
@@ -26,12 +27,30 @@ class Start:
         self.history.append("start")
         self.history.append("training", step=step, epoch=1)
         self.history.append("batch", samples=8)
+        self.now = 0.0
+        self.times = [
+            StepTimes(times_folder(run, number), node=0, local_rank=n, rank=n, clock=self.clock) for n in (0, 1)
+        ]
         self.beats = [Heartbeat(heartbeat_path(run / "heartbeats", 0), n, n, start=number) for n in (0, 1)]
 
     def at(self, *steps: int) -> None:
         for beat, step in zip(self.beats, steps, strict=True):
             beat._due = 0.0
             beat.beat("train", step)
+
+    def clock(self) -> float:
+        return self.now
+
+    def work(self, data: float, compute: float) -> None:
+        """Two steps of the first rank; the second waits for data twice as long."""
+        for rank, times in enumerate(self.times):
+            for step in range(1, 4):  # the first one is apart
+                times.at("data")
+                self.now += data * (1 + rank)
+                times.at("compute")
+                self.now += compute
+                times.beat("train", step)
+            times.write()
 
     def close(self) -> None:
         for beat in self.beats:
@@ -73,6 +92,16 @@ def test_counters_go_on_where_a_run_resumes_before_its_last_step(tmp_path: Path)
     assert found["fairlead_run_samples_total"] == 8 * 13
     assert found["fairlead_run_restarts_total"] == 1
     second.close()
+
+
+def test_shares_of_a_step_are_the_means_of_the_ranks(tmp_path: Path) -> None:
+    start = Start(tmp_path, 1, 0)
+    start.work(data=1.0, compute=1.0)
+    found = values(RunMetrics(tmp_path, "otel").read("run"))
+    assert found["fairlead_step_share_ratio{data}"] == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert found["fairlead_step_share_ratio{compute}"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert found["fairlead_run_goodput_ratio"] > 0
+    start.close()
 
 
 def test_a_run_that_has_not_begun_has_no_steps_yet(tmp_path: Path) -> None:

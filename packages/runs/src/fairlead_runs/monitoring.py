@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from typing import Any, Final, Literal
 
 from fairlead.errors import RunDirectoryError
 from fairlead_runs.commit import atomic_write
+from fairlead_runs.goodput import goodput
 from fairlead_runs.heartbeat import Beat, read_heartbeats
 from fairlead_runs.history import read_history
 from fairlead_runs.pace import speed
+from fairlead_runs.step_times import read_times
 
 _SUFFIXES: Final = {
     "s": "_seconds",
@@ -27,6 +30,7 @@ _SUFFIXES: Final = {
 }
 PROMETHEUS_TARGETS: Final = "prometheus-targets.json"
 """Where a run that trains answers Prometheus, in the form of its `file_sd_configs`."""
+_TIMES_S: Final = 5.0
 _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_]+")
 
 
@@ -73,6 +77,12 @@ STEP_RATE: Final = Metric(
 SAMPLE_RATE: Final = Metric(
     "fairlead.run.throughput.samples", "{sample}/s", "gauge", "Samples a second over all ranks, likewise"
 )
+STEP_SHARE: Final = Metric(
+    "fairlead.step.share", "1", "gauge", "Share of a step by part, the mean of all ranks: data (the wait for it), ..."
+)
+GOODPUT: Final = Metric(
+    "fairlead.run.goodput", "1", "gauge", "Share of the time since the first start in steps that were kept"
+)
 MEMORY: Final = Metric("fairlead.run.memory.usage", "By", "gauge", "Memory of rank 0, by device: host, or cuda:0")
 MEMORY_PEAK: Final = Metric("fairlead.run.memory.peak", "By", "gauge", "The most memory that rank 0 has used")
 SAVES: Final = Metric("fairlead.run.saves", "{save}", "counter", "Checkpoints, by outcome: saved, or failed")
@@ -85,8 +95,8 @@ HEARTBEAT: Final = Metric(
     "fairlead.rank.heartbeat", "s", "gauge", "Unix time at which the most silent rank gave a sign"
 )
 METRICS: Final = (
-    *(ACTIVE, STEP, EPOCH, RUN_STEPS, SAMPLES, STEP_RATE, SAMPLE_RATE, MEMORY, MEMORY_PEAK, SAVES, SAVE_TIME),
-    *(SAVE_STEP, RESTARTS, RANKS, LAG, HEARTBEAT),
+    *(ACTIVE, STEP, EPOCH, RUN_STEPS, SAMPLES, STEP_RATE, SAMPLE_RATE, STEP_SHARE, GOODPUT, MEMORY),
+    *(MEMORY_PEAK, SAVES, SAVE_TIME, SAVE_STEP, RESTARTS, RANKS, LAG, HEARTBEAT),
 )
 """Those that every run has, besides what it logs."""
 
@@ -136,6 +146,8 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._size = -1
         self._events: list[dict[str, Any]] = []
+        self._shares: list[Reading] = []
+        self._times_due = float("-inf")
         self._logged: dict[str, float] = {}
         self._known = self._stored()
         self._warned = False
@@ -195,6 +207,21 @@ class RunMetrics:
                 yield Reading(SAMPLE_RATE, rate * batch, {})
         if steps:
             yield Reading(LAG, step - min(steps), {})
+        yield from self._times(start)
+
+    def _times(self, start: int) -> list[Reading]:
+        """What the ranks have measured of their steps; they write it every ten seconds."""
+        if time.monotonic() < self._times_due:
+            return self._shares
+        self._times_due = time.monotonic() + _TIMES_S
+        ranks = [shares for one in read_times(self._path, start) if (shares := one.shares)]
+        parts = dict.fromkeys(part for shares in ranks for part in shares)
+        means = {part: sum(shares.get(part, 0.0) for shares in ranks) / len(ranks) for part in parts}
+        self._shares = [Reading(STEP_SHARE, value, {"part": part}) for part, value in means.items()]
+        share = goodput(self._path).share
+        if share is not None:
+            self._shares.append(Reading(GOODPUT, share, {}))
+        return self._shares
 
     def _count(self, start: int, steps: int, batch: int) -> Mapping[str, int]:
         known = self._known
