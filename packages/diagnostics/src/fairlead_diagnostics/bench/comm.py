@@ -114,7 +114,7 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
 
 def _size(count: int) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
+        if count >= 0.99 * unit:  # a multiple of the ranks may be a few bytes less
             return f"{count / unit:.3g} {name}"
     return f"{count} B"
 
