@@ -212,12 +212,13 @@ def _of_workers(row: Row, base: Row) -> dict[str, Any]:
         return known
     speed, low, high = row.against(base)
     first = row.last.ranks[0]
-    batch_s = row.last.step_s / first["batches_of_a_step"]
+    epoch = first["epoch_batches"]  # of a rank
+    samples = epoch * first["samples"] / first["batches"] * row.layout.processes if epoch is not None else None
     device = [one["device_memory"] for one in row.last.ranks if one["device_memory"] is not None]
     return known | {
         "hosts": sorted({one["host"] for one in row.last.ranks}),
         "samples_per_s": {"median": row.rate, "rounds": row.rates},
-        "epoch_s": first["epoch_batches"] * batch_s if first["epoch_batches"] is not None else None,
+        "epoch_s": samples / row.rate if samples is not None else None,
         "speedup": {"median": speed, "low": low, "high": high},
         "efficiency": speed / more,
         "communication": row.share,

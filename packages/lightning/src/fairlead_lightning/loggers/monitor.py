@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fairlead.interfaces import BuildContext
 from fairlead_distributed.info import get_rank
@@ -19,12 +19,15 @@ class Monitor(ABC):
     It begins where it is first used on rank 0, in the process that trains.
 
     Args:
-        by: The logger's name.
         context: Has the run directory.
     """
 
-    def __init__(self, by: str, context: BuildContext) -> None:
-        self._by = by
+    name: ClassVar[str]
+
+    def __init__(self, context: BuildContext) -> None:
+        lightning = sys.modules.get("lightning.pytorch.loggers.logger")  # a `Run` does not need it
+        if lightning is not None:
+            lightning.Logger.register(Monitor)
         self._path = (context.run_dir or Path()).absolute()
         self.run = context.extras.get("run_name") or self._path.name
         self._metrics: RunMetrics | None = None
@@ -33,7 +36,7 @@ class Monitor(ABC):
     def experiment(self) -> RunMetrics | None:
         """The run's metrics, which are shown from now on; None on other ranks than 0."""
         if self._metrics is None and get_rank() == 0 and _lightnings_rank() == 0:
-            self._metrics = RunMetrics(self._path, self._by)
+            self._metrics = RunMetrics(self._path, self.name)
             self._begin()
         return self._metrics
 
@@ -68,22 +71,9 @@ class Monitor(ABC):
 
     log_hyperparams = log_graph = save = after_save_checkpoint = nothing
 
-    @property
-    def name(self) -> str:
-        """The logger's name."""
-        return self._by
-
     version = ""
     save_dir = root_dir = log_dir = None
     group_separator = "/"
-
-
-def as_lightnings(logger: Monitor) -> Monitor:
-    """The logger, as a `Logger` of Lightning's where that is loaded: a `Run` does not need it."""
-    lightning = sys.modules.get("lightning.pytorch.loggers.logger")
-    if lightning is not None:
-        lightning.Logger.register(Monitor)
-    return logger
 
 
 def _lightnings_rank() -> int:

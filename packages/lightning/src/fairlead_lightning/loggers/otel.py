@@ -35,7 +35,7 @@ class OTel(LoggerPlugin):
     """The state of a run over OpenTelemetry's protocol."""
 
     config = OTelLoggerConfig
-    runtime = "fairlead_lightning.loggers.otel_runtime:build"
+    runtime = "fairlead_lightning.loggers.otel_runtime:OTelLogger"
     engines = ("torch", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
     extra = "otel"
 

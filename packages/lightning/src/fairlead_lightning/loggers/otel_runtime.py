@@ -16,33 +16,29 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
 from fairlead.interfaces import BuildContext
-from fairlead_lightning.loggers.monitor import Monitor, as_lightnings
+from fairlead_lightning.loggers.monitor import Monitor
 from fairlead_lightning.loggers.otel import OTelLoggerConfig
 from fairlead_runs.monitoring import METRICS, Metric, Reading, logged_metric
 
-_TOGETHER_S = 0.5
-"""An export asks for one metric after the other: all get the values of one moment."""
+_TOGETHER_S = 0.5  # an export asks for one metric after the other: all get the values of one moment
 
 
 class OTelLogger(Monitor):
     """Sends a run's metrics to a collector; one that does not answer is a warning of OpenTelemetry's."""
 
+    name = "otel"
+
     def __init__(self, config: OTelLoggerConfig, context: BuildContext) -> None:
-        super().__init__("otel", context)
+        super().__init__(context)
         self._config = config
         self._own_name = "OTEL_SERVICE_NAME" not in context.environ
         self._provider: MeterProvider | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Spawned ranks begin by themselves."""
-        return {**self.__dict__, "_provider": None}
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """As any; a metric that is new is exported from now on."""
         super().log_metrics(metrics, step)
         if self._provider is not None:
-            for name in metrics.keys() - self._seen - {"epoch", "step"}:
-                self._seen.add(name)
+            for name in metrics.keys() - {"epoch", "step"}:
                 self._observe(logged_metric(name))
 
     def _begin(self) -> None:
@@ -60,7 +56,6 @@ class OTelLogger(Monitor):
         }
         self._provider = MeterProvider([reader], Resource.create(who), shutdown_on_exit=False)
         self._meter: Meter = self._provider.get_meter("fairlead")
-        self._seen: set[str] = set()
         self._active, self._read_at, self._last = True, float("-inf"), list[Reading]()
         self._lock = threading.Lock()
         self._observed: set[str] = set()
@@ -94,8 +89,3 @@ class OTelLogger(Monitor):
         self._active, self._read_at = False, float("-inf")
         if provider is not None:
             provider.shutdown(timeout_millis=1000 * self._config.timeout)
-
-
-def build(config: OTelLoggerConfig, context: BuildContext) -> Monitor:
-    """The logger; it begins where a fit does."""
-    return as_lightnings(OTelLogger(config, context))

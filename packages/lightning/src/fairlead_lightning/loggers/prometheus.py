@@ -39,7 +39,7 @@ class Prometheus(LoggerPlugin):
     """The state of a run for a Prometheus server."""
 
     config = PrometheusLoggerConfig
-    runtime = "fairlead_lightning.loggers.prometheus_runtime:build"
+    runtime = "fairlead_lightning.loggers.prometheus_runtime:PrometheusLogger"
     engines = ("torch", "prometheus-client")
     extra = "prometheus"
 

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.interfaces import BuildContext
-from fairlead_lightning.loggers.monitor import Monitor, as_lightnings
+from fairlead_lightning.loggers.monitor import Monitor
 from fairlead_lightning.loggers.prometheus import PrometheusLoggerConfig
 from fairlead_runs.commit import atomic_write
 from fairlead_runs.monitoring import PROMETHEUS_TARGETS
@@ -30,8 +30,10 @@ _PORTS: Final = 20
 class PrometheusLogger(Monitor, Collector):
     """Shows a run to Prometheus."""
 
+    name = "prometheus"
+
     def __init__(self, config: PrometheusLoggerConfig, context: BuildContext) -> None:
-        super().__init__("prometheus", context)
+        super().__init__(context)
         self._config = config
         self._active = True
         self._stop: list[Any] = []
@@ -133,8 +135,3 @@ class PrometheusLogger(Monitor, Collector):
         self._active = False
         while self._stop:
             self._stop.pop()()
-
-
-def build(config: PrometheusLoggerConfig, context: BuildContext) -> Monitor:
-    """The logger; it begins where a fit does."""
-    return as_lightnings(PrometheusLogger(config, context))
