@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,25 @@ def test_alone_it_starts_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture
     assert record["ranks"] == 2
     assert "all_reduce" in (tmp_path / "comm.svg").read_text()
     assert [file.name for file in tmp_path.iterdir()] == ["comm.svg"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m",
+        f"mpirun --allow-run-as-root --oversubscribe -n 2 {sys.executable} -m",
+    ],
+    ids=["torchrun", "mpirun"],
+)
+def test_under_a_launcher_its_ranks_measure(launcher: str, tmp_path: Path) -> None:
+    words = [*launcher.split(), "fairlead", "bench", "comm", "--sizes", "1KiB", "--rounds", "1", "--json"]
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"there is no {words[0]}")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["ranks"], len(record["collectives"])) == (2, len(BUS_FACTORS))
 
 
 @pytest.mark.parametrize(
