@@ -94,6 +94,18 @@ def test_counters_go_on_where_a_run_resumes_before_its_last_step(tmp_path: Path)
     second.close()
 
 
+def test_a_start_that_nobody_asked_counts_as_far_as_it_is_recorded(tmp_path: Path) -> None:
+    """Killed between two scrapes, or before the first one: its checkpoints say how far it came."""
+    first = Start(tmp_path, 1, 0)
+    first.history.append("checkpoint", step=40, seconds=1.0)
+    first.close()
+    second = Start(tmp_path, 2, 40)
+    second.at(50, 50)
+    found = values(RunMetrics(tmp_path, "prometheus").read("run"))
+    assert (found["fairlead_run_steps_total"], found["fairlead_run_samples_total"]) == (50, 400)
+    second.close()
+
+
 def test_shares_of_a_step_are_the_means_of_the_ranks(tmp_path: Path) -> None:
     start = Start(tmp_path, 1, 0)
     start.work(data=1.0, compute=1.0)

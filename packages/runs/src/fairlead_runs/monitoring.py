@@ -224,8 +224,10 @@ class RunMetrics:
         return self._shares
 
     def _count(self, start: int, steps: int, batch: int) -> Mapping[str, int]:
-        known = self._known
-        before = known["before"] if known["start"] == start else known["counted"]
+        known, before = self._known, self._known["before"]
+        if known["start"] != start:
+            recorded = self._recorded(start)
+            before = {name: max(known["counted"][name], recorded[name]) for name in recorded}
         counted = {"steps": before["steps"] + steps, "samples": before["samples"] + steps * batch}
         if counted != known["counted"] or known["start"] != start:
             self._known = {"start": start, "before": before, "counted": counted}
@@ -236,6 +238,17 @@ class RunMetrics:
                     self._warned = True
                     warnings.warn(f"the counters of a next start may fall: {error.block()}", stacklevel=2)
         return counted
+
+    def _recorded(self, start: int) -> dict[str, int]:
+        """What earlier starts have trained, as the run directory shows it: nobody may have asked before a kill."""
+        batches = {one.get("start"): int(one["samples"]) for one in self._events if one["event"] == "batch"}
+        steps = {
+            one.number: one.last_step - one.first_step
+            for one in goodput(self._path).starts
+            if one.number < start and one.last_step is not None and one.first_step is not None
+        }
+        samples = sum(count * batches.get(number, 0) for number, count in steps.items())
+        return {"steps": sum(steps.values()), "samples": samples}
 
     def _refresh(self) -> None:
         """Reads the history if it has grown."""
