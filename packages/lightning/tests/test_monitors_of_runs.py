@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_job import Data, Line, fit, loader, make_trainer, plain, samples
 
-from fairlead import Fairlead, Run
+from fairlead import Fairlead, Run, TrainerConfig, fabric
 from fairlead.cli.main import main
 from fairlead.errors import ConfigError
 from fairlead_runs.monitoring import METRICS, PROMETHEUS_TARGETS, scraped_at
@@ -114,6 +114,11 @@ def test_a_port_that_is_taken_is_the_next_one(tmp_path: Path, capsys: pytest.Cap
 def test_what_cannot_be_shown_is_an_error_before_the_first_step(tmp_path: Path, fields: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         fit(tmp_path, max_steps=1, loggers=[{"name": "prometheus", "port": 0, **fields}])
+
+
+def test_a_fabric_has_no_run_to_show() -> None:
+    with pytest.raises(ConfigError, match="there is none here"):
+        fabric(TrainerConfig.model_validate({"accelerator": "cpu", "devices": 1, "loggers": ["prometheus"]}))
 
 
 def test_a_script_and_a_loop_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,25 +25,11 @@ def schedule(nodes: Sequence[int]) -> list[list[Pair]]:
     count = min(len(places) - 1, max(_FEWEST, (len(nodes) - 1).bit_length()))
     rounds = []
     for _ in range(count):
-        rounds.append(_facing(places))
+        half = len(places) // 2
+        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append(sorted((min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None))
         places = [places[0], places[-1], *places[1:-1]]
     return rounds
-
-
-def tournament(nodes: Sequence[int]) -> list[Pair]:
-    """Every pair once, in an order in which no node waits long for its next partner."""
-    places: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
-    pairs: list[Pair] = []
-    for _ in range(len(places) - 1):
-        pairs += _facing(places)
-        places = [places[0], places[-1], *places[1:-1]]
-    return pairs
-
-
-def _facing(places: Sequence[int | None]) -> list[Pair]:
-    half = len(places) // 2
-    facing = zip(places[:half], reversed(places[half:]), strict=True)
-    return sorted((min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None)
 
 
 def blame(tried: Mapping[Pair, bool]) -> tuple[set[int], list[Pair]]:

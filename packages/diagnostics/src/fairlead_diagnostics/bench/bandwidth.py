@@ -26,22 +26,20 @@ what an all-gather gives, and of what a reduce-scatter takes.
 """
 LEAST_GAP: Final = 0.2
 """What is less than this share below the median is not called slow."""
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(i?)B?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)i?B?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `64MiB`, `8M`, `1GB`: K, M and G are powers of 1024, as nccl-tests has them; with B alone of 1000.
+    """Bytes of `64MiB`, `8M`: K, M and G are powers of 1024, as nccl-tests has them.
 
     Example:
-        >>> parse_size("64MiB"), parse_size("8M"), parse_size("1kB")
-        (67108864, 8388608, 1000)
+        >>> parse_size("64MiB"), parse_size("8M")
+        (67108864, 8388608)
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"{text!r} is no size", where="--sizes", fix="--sizes 1KiB,1MiB,64MiB")
-    decimal = text.strip().lower().endswith("b") and not found[3] and found[2]
-    base = 1000 if decimal else 1024
-    return int(float(found[1]) * base ** " kmg".index(found[2].lower() or " "))
+    return int(float(found[1]) * 1024 ** " kmg".index(found[2].lower() or " "))
 
 
 @dataclass(frozen=True)

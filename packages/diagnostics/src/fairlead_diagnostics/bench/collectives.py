@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from fairlead_diagnostics.bench.bandwidth import BUS_FACTORS
-from fairlead_diagnostics.pairs import tournament
+from fairlead_diagnostics.pairs import schedule
 from fairlead_distributed.process_group import process_group, rank_device
 from fairlead_distributed.torch_names import all_gather_single, reduce_scatter_single
 
 _TIMING_S: Final = 0.2
 """How long one timing lasts; so many calls of a collective fit into it."""
 _MOST_CALLS: Final = 200
+_ALL_PAIRS: Final = 32  # of more nodes each meets some others, about log2 of them
 
 
 def measure(
@@ -146,7 +148,8 @@ def _pairs(hosts: Sequence[str], size: int, rounds: int, device: torch.device) -
     leaders = sorted(first.values()) if len(first) > 1 else list(range(len(hosts)))
     found: list[dict[str, Any]] = []
     ours, theirs = (torch.ones(max(1, size // 4), device=device) for _ in range(2))
-    for one, other in tournament(leaders):
+    few = len(leaders) <= _ALL_PAIRS
+    for one, other in combinations(leaders, 2) if few else chain.from_iterable(schedule(leaders)):
         seconds: list[float] = []
         if rank in (one, other):
             peer = other if rank == one else one

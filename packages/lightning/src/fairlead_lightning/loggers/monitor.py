@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
+from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_distributed.info import get_rank
 from fairlead_runs.monitoring import Reading, RunMetrics
@@ -28,7 +28,10 @@ class Monitor(ABC):
         lightning = sys.modules.get("lightning.pytorch.loggers.logger")  # a `Run` does not need it
         if lightning is not None:
             lightning.Logger.register(Monitor)
-        self._path = (context.run_dir or Path()).absolute()
+        if context.run_dir is None:  # as of a Fabric
+            what = f"the logger {self.name} shows a run, and there is none here"
+            raise ConfigError(what, where="trainer.loggers", fix="fairlead.Trainer, the callback Fairlead, or Run")
+        self._path = context.run_dir.absolute()
         self.run = context.extras.get("run_name") or self._path.name
         self._metrics: RunMetrics | None = None
 
@@ -56,9 +59,8 @@ class Monitor(ABC):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Takes the newest values; the step is that of the run."""
-        shown = self.experiment
-        if shown is not None:
-            shown.log(metrics)
+        if self.experiment is not None:
+            self.experiment.log(metrics)
 
     def finalize(self, status: str) -> None:
         """Shows the last values, and stops; what is logged later begins it again."""
@@ -70,7 +72,6 @@ class Monitor(ABC):
         """What has no place in a monitoring system: hyperparameters, graphs, checkpoints."""
 
     log_hyperparams = log_graph = save = after_save_checkpoint = nothing
-
     version = ""
     save_dir = root_dir = log_dir = None
     group_separator = "/"

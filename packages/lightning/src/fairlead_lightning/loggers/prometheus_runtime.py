@@ -23,8 +23,7 @@ from fairlead_lightning.loggers.prometheus import PrometheusLoggerConfig
 from fairlead_runs.commit import atomic_write
 from fairlead_runs.monitoring import PROMETHEUS_TARGETS
 
-_PORTS: Final = 20
-"""Runs on one node that each find a port."""
+_PORTS: Final = 20  # runs on one node that each find one
 
 
 class PrometheusLogger(Monitor, Collector):
