@@ -28,6 +28,7 @@ from fairlead.hookspecs import HookSpecs
 from fairlead.plugin_classes import AXIS_PLUGINS, Plugin
 from fairlead.plugins import PluginManager
 from fairlead_runs.fingerprints import MAY_CHANGE
+from fairlead_runs.monitoring import METRICS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # MkDocs runs a hook as a file, outside of any package
 from docs import compatibility
@@ -219,6 +220,11 @@ def _features() -> str:
     return table(("feature", "needs", "because"), rows)
 
 
+def _monitoring() -> str:
+    rows = [(f"`{one.name}`", f"`{one.prometheus}`", one.text) for one in METRICS]
+    return table(("OpenTelemetry", "Prometheus", "what"), rows)
+
+
 PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "job": _job,
     "plugins": _plugins,
@@ -230,6 +236,7 @@ PARTS: Final[Mapping[str, Callable[[], str]]] = {
     "may-change": _may_change,
     "engines": _engines,
     "features": _features,
+    "monitoring": _monitoring,
     "hooks": _hooks,
     "testing": _api("fairlead.testing", "core"),
     "commit": _api("fairlead_runs.commit", "runs"),

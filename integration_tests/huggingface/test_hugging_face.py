@@ -33,7 +33,8 @@ def script(tmp_path: Path) -> Path:
     assert found is not None
     path = tmp_path / "train.py"
     slow = found[1].replace('        return {"loss"', '        time.sleep(0.02)\n        return {"loss"', 1)
-    path.write_text(PRELUDE + slow)
+    logger = '{"name": "prometheus", "port": 0, "textfile": "."}'
+    path.write_text(PRELUDE + slow.replace('Fairlead("runs/line")', f'Fairlead("runs/line", loggers=[{logger}])'))
     return path
 
 
@@ -74,6 +75,11 @@ def weights(cwd: Path) -> bytes:
 
 def events(cwd: Path, name: str) -> list[Mapping[str, object]]:
     return [one for one in read_history(cwd / "runs/line/history.jsonl") if one["event"] == name]
+
+
+def prom(cwd: Path) -> str:
+    """What the node exporter would read."""
+    return (cwd / "fairlead-line.prom").read_text()
 
 
 def rows(cwd: Path) -> list[str]:
@@ -122,6 +128,11 @@ def test_a_signal_to_one_rank_and_a_kill_of_all_and_nothing_is_lost(script: Path
     assert weights(stopped) == weights(undisturbed)
     assert rows(stopped) == rows(undisturbed)
     assert len(events(stopped, "finished")) == 1
+    told = dict(re.findall(r"^(fairlead_run_\w+)\{run=\"line\"\} (\S+)$", prom(stopped), re.MULTILINE))
+    assert (float(told["fairlead_run_step"]), float(told["fairlead_run_active"])) == (200, 0)
+    assert float(told["fairlead_run_steps_total"]) >= 200, "the repeated ones too"
+    [batch] = {one["samples"] for one in events(stopped, "batch")}
+    assert float(told["fairlead_run_samples_total"]) == float(told["fairlead_run_steps_total"]) * int(str(batch))
 
     fifth = start(script, stopped)
     output = ended(fifth)

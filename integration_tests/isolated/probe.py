@@ -20,7 +20,11 @@ from pathlib import PurePosixPath
 TEST_TOOLS = {"pytest", "hypothesis", "_pytest"}
 
 
-MODULES = {"mlflow_skinny": "mlflow"}
+MODULES = {
+    "mlflow_skinny": "mlflow",
+    "opentelemetry_sdk": "opentelemetry",
+    "opentelemetry_exporter_otlp_proto_http": "opentelemetry",
+}
 """What a distribution of another name has."""
 TORCH_FREE = {"fairlead", "fairlead_runs", "fairlead_launch"}
 

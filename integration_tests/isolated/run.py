@@ -51,6 +51,8 @@ SETTINGS = {
     "tensorboard": ["trainer.loggers=[csv, tensorboard]"],
     "mlflow": ["trainer.loggers=[csv, mlflow]"],
     "wandb": ["trainer.loggers=[csv, {name: wandb, project: isolated}]"],
+    "prometheus": ["trainer.loggers=[{name: prometheus, port: 0}]"],
+    "otel": ["trainer.loggers=[{name: otel, timeout: 1}]"],
 }
 
 

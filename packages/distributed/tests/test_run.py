@@ -149,7 +149,7 @@ def test_a_loop_gets_a_run_directory(tmp_path: Path) -> None:
     job = Job(tmp_path).train()
     run = tmp_path / "run"
     names = [event["event"] for event in events(run)]
-    assert names == ["start", "training", "checkpoint", "checkpoint", "checkpoint", "checkpoint", "finished"]
+    assert names == ["start", "training", "batch", "checkpoint", "checkpoint", "checkpoint", "checkpoint", "finished"]
     assert latest(run).step == 2 * STEPS
     assert all(verify(one.path, deep=True) == [] for one in checkpoints(run))
     assert [row["step"] for row in metric_rows(run)] == [str(step) for step in range(1, 2 * STEPS + 1)]

@@ -31,7 +31,7 @@ def script(root: Path, *callbacks: L.Callback, model: Line | None = None, **sett
 def test_a_script_gets_a_run_directory(tmp_path: Path) -> None:
     script(tmp_path, max_epochs=2)
     run = tmp_path / "run"
-    assert [e["event"] for e in events(run)] == ["start", "training", "checkpoint", "checkpoint", "finished"]
+    assert [e["event"] for e in events(run)] == ["start", "training", "batch", "checkpoint", "checkpoint", "finished"]
     assert latest(run).step == 16
     assert verify(latest(run).path, deep=True) == []
     assert len([row for row in metric_rows(run) if row["train/loss"]]) == 16

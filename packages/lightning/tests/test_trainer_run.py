@@ -42,7 +42,7 @@ def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:
     model = fit(tmp_path, max_steps=10)
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} >= {"job.yaml", "starts", "history.jsonl", "metrics.csv", "checkpoints"}
-    assert [e["event"] for e in events(run)] == ["start", "training", "checkpoint", "checkpoint", "finished"]
+    assert [e["event"] for e in events(run)] == ["start", "training", "batch", "checkpoint", "checkpoint", "finished"]
     assert [c.step for c in checkpoints(run)] == [8, 10]  # eight batches an epoch: its end, and the end of training
     newest = latest(run)
     assert verify(newest.path, deep=True) == []

@@ -139,6 +139,12 @@ def is_ordered(loader: object) -> bool:
     )
 
 
+def loader_batch_size(loader: object) -> int | None:
+    """The samples of a loader's batches; None: it does not say that."""
+    sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
 def begins_anew(loader: Any) -> Inexact:
     """Why a loader has no place to resume from."""
     dataset = getattr(loader, "dataset", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +29,6 @@ from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_huggingface import compat
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.guard import StopGuard
-from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
-from fairlead_runs.metrics_file import MetricsFile
 
 _IDENTITY: Final = (
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim"),
@@ -52,6 +50,7 @@ class Fairlead(TrainerCallback):
     Args:
         run: The run directory, as `runs/x`, or a `RunConfig`; None: `runs/<name of the script>`.
         requeue: Who has the job started again after a stop, as in a job's `trainer`; None: what fits this machine.
+        loggers: Where what is logged goes besides, as in a job's `trainer`: `["prometheus"]`.
         guard: A `PreemptionGuard` that the script has made already, as before long preparations.
         copy_to: An object store to which every checkpoint is copied in the background, as `s3://bucket/runs`, or the
             settings of `checkpoint_io: remote`.
@@ -71,6 +70,7 @@ class Fairlead(TrainerCallback):
         run: str | os.PathLike[str] | RunConfig | None = None,
         *,
         requeue: Any = None,
+        loggers: Sequence[Any] = (),
         guard: StopGuard | None = None,
         copy_to: str | Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
@@ -79,7 +79,7 @@ class Fairlead(TrainerCallback):
         self._run = run_config(run)
         self._plugins = plugins if plugins is not None else default_plugins()
         self._environ = os.environ if environ is None else environ
-        requested = {"requeue": requeue} if requeue is not None else {}
+        requested = {"loggers": list(loggers), **({"requeue": requeue} if requeue is not None else {})}
         self._config = TrainerConfig.model_validate(requested, context={"plugins": self._plugins})
         self._guard = guard
         self._copy_to = copy_to
@@ -248,11 +248,13 @@ class _TrainerRun(OpenRun):
             self._saves.saved = self.steps
             assert session.checkpoint is not None
             first = self._saves.part(session.checkpoint, 0)
-            self._log_from(self.steps, resume_position(first, MetricsFile.position_key))
+            self._log_from(self.steps, first, {})
             compat.restore_loss(self._hf, self._saves.part(session.checkpoint, get_rank()))
         else:
-            self._log_from(None, None)
+            self._log_from(None, {}, {})
         session.begin(step=self.steps, epoch=int(state.epoch or 0))
+        args = self._hf.args
+        session.batch_is(args.train_batch_size * args.gradient_accumulation_steps * get_world_size())
         measure_steps(
             session,
             lambda: (self._hf.model_wrapped,),
@@ -300,9 +302,8 @@ class _TrainerRun(OpenRun):
         """Adds the numbers of a log to the run's metrics."""
         found = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         self._measured.update({name: float(value) for name, value in found.items()})
-        if self._metrics is not None and self.finished is None:
-            self._metrics.add(state.global_step, {"epoch": float(state.epoch or 0), **found})
-            self._metrics.flush()
+        if self.finished is None:
+            self._write_metrics(state.global_step, {"epoch": float(state.epoch or 0), **found})
 
     def _save(self, write: Callable[[], None]) -> None:
         saves, session = self._saves, self._opened()
@@ -311,9 +312,8 @@ class _TrainerRun(OpenRun):
         failure: Exception | None = None
         if saves.saved != self.steps:
             session.beat("save", self.steps)
-            positions = logger_positions([self._metrics])
             try:
-                saves.save(self.steps, self._hf.state, positions, dict(self._measured), write)
+                saves.save(self.steps, self._hf.state, self._log_positions(), dict(self._measured), write)
             except Exception as error:
                 if not self._stopping:
                     raise
@@ -387,7 +387,7 @@ class _TrainerCheckpoints(Commits):
 
             return raised_by(publish)
 
-        own = {LOGGER_POSITIONS: dict(positions), **compat.loss_since_log(self._trainer)}
+        own = {**positions, **compat.loss_since_log(self._trainer)}
         saved = self.commit(step, lambda: own, through_trainer, metrics, metadata)
         self._find_best(state)
         return saved

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from fairlead.backends import build_backend
@@ -26,7 +27,7 @@ from fairlead_launch.prove.plan import instructions_in
 from fairlead_lightning import compat
 from fairlead_lightning.commands.prove_probe import owners_of_fit
 from fairlead_lightning.display.quiet import hush
-from fairlead_lightning.fit import as_seen_by, callbacks_of, metrics_file
+from fairlead_lightning.fit import as_seen_by, callbacks_of, run_loggers
 from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.loggers.of_scripts import continue_loggers
 from fairlead_lightning.resume.rank_state import saved_positions
@@ -48,6 +49,7 @@ class Fairlead(L.Callback):
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
         checkpoint: When to save and what to keep; None: the defaults of `CheckpointConfig`.
         requeue: Who starts the job again after a stop, as `trainer.requeue`; `auto`: the scheduler of this job.
+        loggers: Where what is logged goes besides the script's own loggers, as in a job's `trainer`: `["prometheus"]`.
         max_non_finite: When a loss that is no number ends the training, as failed; see `TrainerConfig`.
         check_divergence_every_n_steps: Compare the model of all ranks so often too; see `TrainerConfig`.
         on_divergence: What to do where the ranks hold different models; see `TrainerConfig`.
@@ -75,6 +77,7 @@ class Fairlead(L.Callback):
         *,
         checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
         requeue: RequeueConfigBase | Mapping[str, Any] | str = "auto",
+        loggers: Sequence[Any] = (),
         max_non_finite: int | None = 10,
         check_divergence_every_n_steps: int | None = None,
         on_divergence: Literal["error", "warning", "ignore"] = "error",
@@ -98,6 +101,7 @@ class Fairlead(L.Callback):
         self._config = TrainerConfig.model_validate(
             {
                 "requeue": requeue if instructions_in(self._environ) is None else "none",
+                "loggers": list(loggers),
                 "max_non_finite": max_non_finite,
                 "check_divergence_every_n_steps": check_divergence_every_n_steps,
                 "on_divergence": on_divergence,
@@ -136,7 +140,7 @@ class Fairlead(L.Callback):
         if session.proof is not None:
             trainer.log_every_n_steps = 1  # type: ignore[attr-defined]  # to see the first step that differs
             session.proof.watch(partial(owners_of_fit, trainer))
-        loggers = []
+        loggers: list[Logger] = []
         if session.finished is None:
             for message in session.messages:
                 trainer.print(message)
@@ -147,7 +151,7 @@ class Fairlead(L.Callback):
             if session.resumed and (uncut := uncut_loggers(trainer.loggers)):
                 names = ", ".join(uncut)
                 trainer.print(f"{names}: not cut back, so repeated steps are in it twice; metrics.csv is correct")
-            loggers.append(metrics_file(session))
+            loggers = run_loggers(session, BuildContext(resolution, self._environ, plugins))
         else:
             trainer.print(f"{session.path} is finished: {session.finished}")
             if session.checkpoint is None:

@@ -387,6 +387,8 @@ class LastCallback(L.Callback):
             assert fit.monitors is not None
             fit.monitors.training_starts(trainer)
             fit.recorder.session.begin(step=trainer.global_step, epoch=trainer.current_epoch)
+            if (samples := fit.batch.samples(trainer)) is not None:
+                fit.recorder.session.batch_is(samples)
             if fit.trainjob is not None:
                 fit.trainjob.training_starts(trainer)
             fit.stops.training_starts(trainer)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from fairlead import yaml
 from fairlead.errors import FairleadError
+from fairlead_runs.heartbeat import Beat
 from fairlead_runs.history import read_history
 from fairlead_runs.states import RunState
 
@@ -46,19 +47,19 @@ def pace(run: RunState, now: float) -> Pace:
     events = read_history(run.path / "history.jsonl")
     trainer = _trainer(run.path)
     saved = _last(events, "checkpoint")
-    speed = _speed(events, run)
+    rate = speed(events, run.ranks)
     limit, step = _integer(trainer.get("max_steps")), run.step
     checkpoint = trainer.get("checkpoint")
     every = _integer(checkpoint.get("every_n_steps")) if isinstance(checkpoint, dict) else None
     minutes = checkpoint.get("every_n_minutes") if isinstance(checkpoint, dict) else None
     following = (step // every + 1) * every if every and step is not None else None
-    due = [(following - step) / speed] if following is not None and step is not None and speed else []
+    due = [(following - step) / rate] if following is not None and step is not None and rate else []
     if isinstance(minutes, int | float) and (began := _time(saved) or _time(_last(events, "training"))) is not None:
         due.append(max(0.0, began + minutes * 60 - now))
     return Pace(
-        speed,
+        rate,
         limit,
-        max(0, limit - step) / speed if limit is not None and step is not None and speed else None,
+        max(0, limit - step) / rate if limit is not None and step is not None and rate else None,
         saved.get("step"),
         _time(saved),
         following,
@@ -66,11 +67,14 @@ def pace(run: RunState, now: float) -> Pace:
     )
 
 
-def _speed(events: Sequence[Mapping[str, Any]], run: RunState) -> float | None:
-    """Between an event of this start that has a step and a time, and the last beat of the rank that is furthest."""
-    if not run.ranks:
+def speed(events: Sequence[Mapping[str, Any]], ranks: Sequence[Beat]) -> float | None:
+    """Steps a second, between an event of this start that has a step, and the last beat of the rank that is furthest.
+
+    None: there is no such event, or no step since.
+    """
+    if not ranks:
         return None
-    last = max(run.ranks, key=lambda beat: (beat.step, -beat.time))
+    last = max(ranks, key=lambda beat: (beat.step, -beat.time))
     first = max((i for i, event in enumerate(events) if event["event"] == "start"), default=len(events))
     marks = [event for event in events[first:] if event["event"] in ("training", "checkpoint")]
     found: float | None = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 bench = CommandPlugin(
     "bench",
-    "measure on this machine which settings are fastest for your job",
+    "measure communication, scaling, and which settings are fastest for your job",
     arguments="fairlead_diagnostics.bench.command:bench_arguments",
     runtime="fairlead_diagnostics.bench.command:run_bench",
     engines=(*LIGHTNING, "fairlead-lightning"),
@@ -24,16 +24,24 @@ bench = CommandPlugin(
     example=("threads", "no-such.yaml"),
 )
 
-_RUNTIMES: Final = {"threads": "threads:run"}
+_RUNTIMES: Final = {"threads": "threads:run", "scaling": "scaling:run", "comm": "comm:run"}
 """The module and function of each subcommand."""
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead bench`."""
-    actions = parser.add_subparsers(dest="action", metavar="threads", required=True, help="what to measure")
-    text = "compare one process on all CPUs with several on a share each, and advise which to use"
-    threads = actions.add_parser("threads", help=text, description=text, allow_abbrev=False)
-    job_arguments(threads)
+    actions = parser.add_subparsers(
+        dest="action", metavar="comm|scaling|threads", required=True, help="what to measure"
+    )
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        added.add_argument("--json", action="store_true", help="print one JSON document")
+        return added
+
+    _comm(action("comm", "time each collective between the ranks of this allocation, or of this machine"))
+    threads = action("threads", "compare one process on all CPUs with several on a share each, and advise which to use")
+    scaling = action("scaling", "train your job with several numbers of workers: speed-up, efficiency, communication")
     threads.add_argument(
         "--processes",
         metavar="N,N",
@@ -41,18 +49,67 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of processes to try (default: powers of two and the number of NUMA nodes and sockets, up to the "
         "CPUs)",
     )
-    threads.add_argument(
+    _trials(threads, rounds=5)
+    _trials(scaling, rounds=3)
+    scaling.add_argument(
+        "--workers", metavar="N,N", type=_counts, default=(1, 2, 4, 8), help="their numbers (default: 1,2,4,8)"
+    )
+    scaling.add_argument(
+        "--at-least",
+        metavar="E",
+        type=float,
+        help="exit with 1 if the largest number of workers is less efficient: 0.85",
+    )
+    scaling.add_argument(
+        "--launcher",
+        metavar="COMMAND",
+        help="start the ranks by this command in place of this machine's processes, as 'srun -n {workers}'",
+    )
+    scaling.add_argument(
+        "--recovery", action="store_true", help="also kill a rank, and time how long the restart takes to the next step"
+    )
+    _plot(scaling)
+
+
+def _comm(comm: argparse.ArgumentParser) -> None:
+    comm.add_argument(
+        "--processes",
+        metavar="N",
+        type=_count,
+        help="without a launcher: ranks to start here (default: the GPUs, or 2)",
+    )
+    comm.add_argument("--sizes", metavar="S,S", default="1KiB,64KiB,1MiB,16MiB,64MiB", help="bytes of a message")
+    comm.add_argument("--collectives", metavar="C,C", help="which to time (default: all)")
+    comm.add_argument("--rounds", metavar="N", type=_count, default=5, help="how often to time each (default: 5)")
+    comm.add_argument(
+        "--backend", choices=("auto", "gloo", "nccl"), default="auto", help="default: what fits the device"
+    )
+    comm.add_argument(
+        "--pairs",
+        action="store_true",
+        help="also the link of each pair of nodes (of ranks on one machine); name slow ones",
+    )
+    _plot(comm)
+
+
+def _plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plot", metavar="FILE", help="draw it, as scaling.svg or .png")
+
+
+def _trials(parser: argparse.ArgumentParser, *, rounds: int) -> None:
+    """The arguments of what trains a job for a while."""
+    job_arguments(parser)
+    parser.add_argument(
         "--batch",
         choices=("global", "per_device"),
         help="what stays constant: the batch of all processes together (default, if the job has a number at "
         "trainer.batch_size_from), or the batch of each process",
     )
-    threads.add_argument(
-        "--rounds", metavar="N", type=_count, default=5, help="how often to time each division (default: 5)"
+    parser.add_argument(
+        "--rounds", metavar="N", type=_count, default=rounds, help=f"how often to time each (default: {rounds})"
     )
-    threads.add_argument("--seconds", metavar="S", type=float, default=5.0, help="seconds per timing (default: 5)")
-    threads.add_argument("--steps", metavar="N", type=_count, help="steps per timing, instead of --seconds")
-    threads.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--seconds", metavar="S", type=float, default=5.0, help="seconds per timing (default: 5)")
+    parser.add_argument("--steps", metavar="N", type=_count, help="steps per timing, instead of --seconds")
 
 
 def _count(text: str) -> int:
@@ -67,7 +124,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def run_bench(arguments: argparse.Namespace, session: Session) -> int:
     """Runs one subcommand and returns its exit code."""
-    if arguments.seconds <= 0:
+    if getattr(arguments, "seconds", 1.0) <= 0:
         raise ConfigError(f"--seconds {arguments.seconds:g} is no time", where="--seconds", fix="--seconds 5")
     code: int = pkgutil.resolve_name(f"fairlead_diagnostics.bench.{_RUNTIMES[arguments.action]}")(arguments, session)
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -41,6 +41,18 @@ def layouts(cpus: CPUs, processes: Sequence[int] | None = None) -> list[Layout]:
     return [Layout(1, cpus.count), Layout(1, 1), *several]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One trial: samples a second of all ranks, seconds of a step, the share that is communication, bytes."""
+
+    rate: float
+    step_s: float
+    communication: float | None
+    memory: int
+    ranks: Sequence[Mapping[str, Any]] = ()
+    """What each rank has left (`StepTimes`)."""
+
+
 @dataclass
 class Row:
     """What was measured of one layout.
@@ -52,6 +64,7 @@ class Row:
         communication: The share of a step that goes when the ranks send each other nothing, one number a round.
         memory: Bytes of all its processes together, after the last timing.
         failed: Why it could not be measured.
+        last: The newest trial.
     """
 
     layout: Layout
@@ -60,6 +73,7 @@ class Row:
     communication: list[float] = field(default_factory=list)
     memory: int | None = None
     failed: str | None = None
+    last: Measured | None = None
 
     @property
     def rate(self) -> float:
@@ -165,3 +179,11 @@ def table(rows: Sequence[Row]) -> list[str]:
 def number(value: float) -> str:
     """Four digits, or all before the point."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table with its columns below each other: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *rest in lines:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        yield "  ".join(cells).rstrip()

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
+import socket
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as L
+import torch
 
 from fairlead_distributed.batch_sizes import batch_size
+
+MOST_LOSSES: Final = 200
+"""Batches, from the first on, whose losses are kept."""
 
 
 class StepTimes(L.Callback):
@@ -35,6 +43,7 @@ class StepTimes(L.Callback):
         self._batches = 1  # of one optimizer step
         self._block = self._began = self._done = 0
         self._last = 0.0
+        self._losses: list[Any] = []
         self._quiet = ExitStack()
         self._spent = {True: [0.0, 0, 0], False: [0.0, 0, 0]}
 
@@ -67,6 +76,8 @@ class StepTimes(L.Callback):
             spent[2] += batch_size(batch)
         self._last = now
         self._done += 1
+        if self._block < 2 and len(self._losses) < MOST_LOSSES and isinstance(outputs, Mapping):
+            self._losses.append(outputs.get("loss"))  # a tensor: reading it would wait for the device
         if self._block < len(self._ends) and self._done == self._ends[self._block]:
             self._quiet.close()
             self._block += 1
@@ -95,8 +106,45 @@ class StepTimes(L.Callback):
             "batches_without": quiet_batches,
             "batches_of_a_step": self._batches,
             "memory": _memory(),
+            "losses": [float(loss) for loss in self._losses if loss is not None],
+            "epoch_batches": trainer.num_training_batches if trainer.num_training_batches != float("inf") else None,
+            "host": socket.gethostname(),
+            **_model_and_device(trainer, pl_module),
         }
         (self._folder / f"rank-{trainer.global_rank:05d}.json").write_text(json.dumps(found))
+
+
+class KilledOnce(L.Callback):
+    """Kills the last rank, and leaves when that was and when the next start has taken its first step.
+
+    Args:
+        folder: Where the times are left, in `killed` and `recovered`.
+        step: The optimizer step behind which it is killed, later than a checkpoint.
+    """
+
+    def __init__(self, folder: str, step: int) -> None:
+        self._folder, self._step = Path(folder), step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """A batch is done."""
+        killed = self._folder / "killed"
+        if killed.exists():
+            (self._folder / "recovered").write_text(repr(time.time()))
+            trainer.should_stop = True
+        elif trainer.global_step >= self._step and trainer.global_rank == trainer.world_size - 1:
+            killed.write_text(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _model_and_device(trainer: L.Trainer, model: L.LightningModule) -> dict[str, Any]:
+    device = trainer.strategy.root_device
+    cuda = device.type == "cuda"
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "device_memory": torch.cuda.max_memory_allocated(device) if cuda else None,
+    }
 
 
 def _memory() -> int:

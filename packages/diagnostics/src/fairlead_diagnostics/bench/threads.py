@@ -17,6 +17,7 @@ from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob
+from fairlead.resolution import Resolution
 from fairlead_diagnostics.bench.cpus import CPUs, usable_cpus
 from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, number, table
 from fairlead_diagnostics.bench.trials import (
@@ -36,7 +37,7 @@ _LEAST_STEPS: Final = 4
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """What the layouts have alike: the samples of all their processes in a step (`together`), or those of each."""
 
     setting: str | None
@@ -46,6 +47,10 @@ class _Batch:
     def of(self, layout: Layout) -> int | None:
         """The batch size of each process; None: the job says none."""
         return self.together // layout.processes if self.together is not None else self.size
+
+    def settings(self, row: Row) -> dict[str, Any]:
+        """What a trial of this row changes in the job."""
+        return {self.setting: row.batch_size} if self.setting is not None and row.batch_size is not None else {}
 
     def describe(self) -> str:
         """What is compared."""
@@ -65,13 +70,20 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             why=f"the number is {cpus.reason}",
             fix="ask for more, as srun --cpus-per-task=8 fairlead bench threads JOB",
         )
-    _refuse_ranks(session)
-    loaded = _load(arguments, session, Layout(1, cpus.count))
+    refuse_ranks(session, "threads")
+    loaded, resolution = load(arguments, session, Layout(1, cpus.count))
+    if resolution.accelerator.name != "cpu":
+        raise ConfigError(
+            f"the job computes on {resolution.accelerator.name}, not on CPUs",
+            where=loaded.locate(("trainer", "accelerator")),
+            why=f"{resolution.accelerator.name} comes from {resolution.settings['accelerator'].reason}",
+            fix="to measure it on the CPUs: --set trainer.accelerator=cpu",
+        )
     job = loaded.job
     assert job is not None
     batch = batch_of_processes(job, arguments.batch)
     tried = layouts(cpus, arguments.processes)
-    rows = [_row(layout, batch) for layout in tried]
+    rows = [new_row(layout, batch) for layout in tried]
     if all(row.failed is not None for row in rows[2:]):
         raise ConfigError(
             "no number of processes can be tried",
@@ -81,7 +93,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         )
     trials = Trials(session, arguments.job, arguments.overrides, job, loaded.root)
     try:
-        steps = _measure(rows, trials, batch, arguments, session)
+        steps = measure_rows(rows, trials, batch, arguments, session)
     finally:
         trials.close()
     strategy = "ddp" if getattr(job.trainer.strategy, "name", None) == "single_device" else None
@@ -112,21 +124,21 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     return 0
 
 
-def _refuse_ranks(session: Session) -> None:
+def refuse_ranks(session: Session, what: str) -> None:
     """Raises in one of several tasks of a launcher: each would measure while the others do."""
     chosen = choose_environment("auto", session.environ, session.plugins, starting=True)
     size = chosen.topology.world_size if chosen.topology is not None and chosen.topology.launched else None
     if size is not None and size.value > 1:
         raise ConfigError(
-            "fairlead bench threads starts its processes itself, on one machine",
-            where="fairlead bench threads",
+            f"fairlead bench {what} starts its processes itself",
+            where=f"fairlead bench {what}",
             why=f"it was started {size.value} times ({size.reason}), and each would disturb the others",
             fix="start it as one task with all CPUs of a node: srun --ntasks=1 --cpus-per-task=8 ...",
         )
 
 
-def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> LoadedJob:
-    """The job as it is written, once what a trial makes of it was checked."""
+def load(arguments: argparse.Namespace, session: Session, layout: Layout) -> tuple[LoadedJob, Resolution]:
+    """The job as it is written, once what a trial makes of it was checked, and what that is resolved to."""
     loaded = load_requested(arguments, session)
     if loaded.job is None:
         raise_errors(loaded.findings)
@@ -142,17 +154,10 @@ def _load(arguments: argparse.Namespace, session: Session, layout: Layout) -> Lo
     raise_errors(checked.findings)
     resolution = checked.resolution
     assert resolution is not None
-    if resolution.accelerator.name != "cpu":
-        raise ConfigError(
-            f"the job computes on {resolution.accelerator.name}, not on CPUs",
-            where=loaded.locate(("trainer", "accelerator")),
-            why=f"{resolution.accelerator.name} comes from {resolution.settings['accelerator'].reason}",
-            fix="to measure it on the CPUs: --set trainer.accelerator=cpu",
-        )
-    return loaded
+    return loaded, resolution
 
 
-def batch_of_processes(job: JobConfig, requested: str | None) -> _Batch:
+def batch_of_processes(job: JobConfig, requested: str | None) -> Batch:
     """What is kept: the batch of all, if it is known where it is set and nobody asks for the other."""
     setting, size = job.trainer.batch_size_from, batch_of_job(job)
     if size is None:
@@ -163,28 +168,29 @@ def batch_of_processes(job: JobConfig, requested: str | None) -> _Batch:
                 why=f"{setting} is no number (trainer.batch_size_from)",
                 fix="--batch per_device, or write the number there, or where it is into trainer.batch_size_from",
             )
-        return _Batch(None, None, None)
+        return Batch(None, None, None)
     devices = job.trainer.devices
     ranks = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 1
     if job.trainer.batch_size == "global":  # of all ranks, and of all batches of a step
         size = max(1, size // (ranks * job.trainer.accumulate_grad_batches))
     if requested == "per_device":
-        return _Batch(setting, size, None)
-    return _Batch(setting, size, size * ranks)
+        return Batch(setting, size, None)
+    return Batch(setting, size, size * ranks)
 
 
-def _row(layout: Layout, batch: _Batch) -> Row:
+def new_row(layout: Layout, batch: Batch) -> Row:
+    """What will be measured of a layout; failed by now where the batch cannot be divided."""
     row = Row(layout, batch.of(layout))
     if batch.together is not None and batch.together % layout.processes:
         row.failed = f"a batch of {batch.together} cannot be divided by {layout.processes}"
     return row
 
 
-def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse.Namespace, session: Session) -> int:
+def measure_rows(rows: list[Row], trials: Trials, batch: Batch, arguments: argparse.Namespace, session: Session) -> int:
     """Fills in the rows, in turns and each second time in the opposite order; returns the steps of a timing."""
     base = rows[0]
     try:
-        pilot = trials.run(base.layout, _PILOT, _settings(base, batch))
+        pilot = trials.run(base.layout, _PILOT, batch.settings(base))
     except TrialFailedError as error:
         raise _nothing_to_compare(" ".join(arguments.job), str(error)) from None
     wanted: int = arguments.steps or min(_MOST_STEPS, round(arguments.seconds / pilot.step_s))
@@ -193,7 +199,7 @@ def _measure(rows: list[Row], trials: Trials, batch: _Batch, arguments: argparse
     for turn in range(arguments.rounds):
         for row in rows if turn % 2 == 0 else reversed(rows):
             if row.failed is None:
-                lines = _time(row, trials, _length(row.layout, base.layout, steps), _settings(row, batch))
+                lines = _time(row, trials, _length(row.layout, base.layout, steps), batch.settings(row))
                 session.warn(f"round {turn + 1} of {arguments.rounds}: {row.layout}: {lines}")
                 if base.failed is not None:
                     raise _nothing_to_compare(" ".join(arguments.job), lines)
@@ -225,13 +231,10 @@ def _time(row: Row, trials: Trials, steps: Steps, settings: Mapping[str, Any]) -
         return f"failed: {error}"
     row.rates.append(found.rate)
     row.memory = found.memory
+    row.last = found
     if found.communication is not None:
         row.communication.append(found.communication)
     return f"{number(found.rate)} samples/s"
-
-
-def _settings(row: Row, batch: _Batch) -> dict[str, Any]:
-    return {batch.setting: row.batch_size} if batch.setting is not None and row.batch_size is not None else {}
 
 
 def _head(arguments: argparse.Namespace, cpus: CPUs, steps: int) -> str:

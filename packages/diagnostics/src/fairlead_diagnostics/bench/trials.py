@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ from fairlead.config import JobConfig
 from fairlead.config_bases import AXES, BackendConfig
 from fairlead.jobs import LoadedJob
 from fairlead.user_code import CodeRoot
-from fairlead_diagnostics.bench.layouts import Layout
+from fairlead_diagnostics.bench.layouts import Layout, Measured
 from fairlead_launch.forkserver import CAN_FORK, SERVER_FD, ForkServer
 from fairlead_launch.preloading import RANK_VARIABLES
 from fairlead_launch.processes import Process, fork, forkable, search_path, spawn
@@ -53,16 +54,6 @@ class Steps:
         return self.warm_up + sum(self.blocks(layout))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One trial: samples a second of all ranks, seconds of a step, the share that is communication, bytes."""
-
-    rate: float
-    step_s: float
-    communication: float | None
-    memory: int
-
-
 class TrialFailedError(Exception):
     """A trial did not come to its end; its text is its error, or the end of what it said; `short` is a line of it."""
 
@@ -75,11 +66,14 @@ class TrialFailedError(Exception):
         self.short = message.splitlines()[0 if begin or text.startswith("error: ") else -1]
 
 
-def trial_settings(job: JobConfig, layout: Layout, steps: Steps, folder: Path) -> dict[str, Any]:
+def trial_settings(
+    job: JobConfig, layout: Layout, steps: Steps, folder: Path, *, launched: bool = False
+) -> dict[str, Any]:
     """What a trial changes in a job, by its settings: where and how long it runs, and that it saves and shows nothing.
 
-    Callbacks are left out: what they write is not ours to write again. The job's own limits are kept as far as they are
-    longer, as schedules of the learning rate are made from them.
+    A launcher that starts the ranks (`launched`) also says how many there are, and where. Callbacks are left out: what
+    they write is not ours to write again. The job's own limits are kept as far as they are longer, as schedules of the
+    learning rate are made from them.
     """
     total = 10 * steps.total(layout)  # a step counts more than once where there are several optimizers
     trainer = job.trainer
@@ -117,6 +111,8 @@ def trial_settings(job: JobConfig, layout: Layout, steps: Steps, folder: Path) -
         "min_steps": None,
         "min_epochs": None,
     }
+    if launched:
+        changed |= dict.fromkeys(("devices", "num_nodes", "environment", "threads"), "auto")
     if getattr(trainer.strategy, "name", None) == "single_device":
         changed["strategy"] = "auto"
     run = {"dir": str(folder), "name": "run", "resume": "never", "ckpt_path": None}
@@ -141,19 +137,26 @@ def as_words(settings: Mapping[str, Any]) -> list[str]:
 class Trials:
     """Runs trials of one job, each in a folder of its own that is gone afterwards.
 
-    What is imported is imported once: a server forks each trial, and lends it a server for its ranks.
+    What is imported is imported once: a server forks each trial, and lends it a server for its ranks. A `launcher`, as
+    `srun -n {workers}`, starts the ranks where there is one; they see the trial's folder in the working directory.
     """
 
     def __init__(
-        self, session: Session, sources: Sequence[str], overrides: Sequence[str], job: JobConfig, root: CodeRoot
+        self,
+        session: Session,
+        sources: Sequence[str],
+        overrides: Sequence[str],
+        job: JobConfig,
+        root: CodeRoot,
+        launcher: str | None = None,
     ) -> None:
-        self._session, self._job = session, job
+        self._session, self._job, self._launcher = session, job, launcher
         self._words = ["fit", *sources, *(word for one in overrides for word in ("--set", one))]
         lent = session.environ.get(SERVER_FD)
         # What says how a process was started is not true of these, and each has as many threads as it is told.
         gone = {*RANK_VARIABLES, SERVER_FD, "OMP_NUM_THREADS"}
         self._environ = {name: value for name, value in session.environ.items() if name not in gone}
-        self._server = self._serve(root, lent)
+        self._server = self._serve(root, lent) if launcher is None else None
 
     def _serve(self, root: CodeRoot, lent: str | None) -> ForkServer | None:
         if not CAN_FORK:
@@ -176,22 +179,18 @@ class Trials:
         Raises:
             TrialFailedError: It did not come to its end.
         """
-        with _folder() as folder:
-            words = [*self._words, *as_words(trial_settings(self._job, layout, steps, folder) | dict(settings))]
-            log = folder / "output.log"
-            with log.open("ab") as out, self._started(words, out.fileno()) as process:
-                code = process.wait()
-            message = log.read_text(errors="replace").strip()[-_TAIL:]
+        with self.folder() as folder:
+            self.fit(self.settings(layout, steps, folder) | dict(settings), folder, layout.processes)
             files = sorted(folder.glob("rank-*.json"))
-            if code or not files:
-                raise TrialFailedError(message, code)
+            if len(files) != layout.processes:
+                raise TrialFailedError(f"error: {len(files)} ranks have trained, not {layout.processes}", 1)
             ranks = [json.loads(file.read_text()) for file in files]
             first = ranks[0]  # they wait for each other in every step, so that one of them tells the time of all
             if not first["complete"] or not first["batches"]:
                 raise TrialFailedError(
                     "error: no two steps could be timed\n  why:   an epoch has a single step, or the model ended the "
                     "training\n  do:    a smaller batch, or more data",
-                    code,
+                    1,
                 )
             step_s = first["seconds"] / first["batches"]
             share = None
@@ -199,10 +198,31 @@ class Trials:
                 share = max(0.0, 1 - first["seconds_without"] / first["batches_without"] / step_s)
             rate = first["samples"] / first["seconds"] * layout.processes
             memory = sum(one["memory"] for one in ranks)
-            return Measured(rate, step_s * first["batches_of_a_step"], share, memory)
+            return Measured(rate, step_s * first["batches_of_a_step"], share, memory, ranks)
+
+    def settings(self, layout: Layout, steps: Steps, folder: Path) -> dict[str, Any]:
+        """`trial_settings` of this job."""
+        return trial_settings(self._job, layout, steps, folder, launched=self._launcher is not None)
+
+    def folder(self) -> contextlib.AbstractContextManager[Path]:
+        """A folder that all ranks see, and that is gone afterwards."""
+        return _folder(self._session.cwd if self._launcher is not None else None)
+
+    def fit(self, settings: Mapping[str, Any], folder: Path, workers: int, *words: str) -> None:
+        """Runs `fairlead fit` on the job with these settings and further words.
+
+        Raises:
+            TrialFailedError: It has failed.
+        """
+        log = folder / "output.log"
+        words = (*self._words, *words, *as_words(settings))
+        with log.open("ab") as out, self._started(words, out.fileno(), workers) as process:
+            code = process.wait()
+        if code:
+            raise TrialFailedError(log.read_text(errors="replace").strip()[-_TAIL:], code)
 
     @contextlib.contextmanager
-    def _started(self, words: Sequence[str], out: int) -> Iterator[Process]:
+    def _started(self, words: Sequence[str], out: int, workers: int) -> Iterator[Process]:
         """A `fairlead` with these words; whatever ends this ends it."""
         with contextlib.ExitStack() as lent:
             environ, inherited = dict(self._environ), []
@@ -212,7 +232,8 @@ class Trials:
                 start = fork(self._server, _run_fairlead, *words, cwd=str(self._session.cwd))
             else:
                 # -P: the working directory is no place for code unless the rules for user code say so.
-                start = spawn([sys.executable, "-P", "-m", "fairlead", *words])
+                by = shlex.split(self._launcher.format(workers=workers)) if self._launcher is not None else []
+                start = spawn([*by, sys.executable, "-P", "-m", "fairlead", *words])
             process = start(environ, (out, out), inherited)
         try:
             yield process
@@ -238,14 +259,14 @@ def _run_fairlead(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
+def _folder(place: Path | None) -> Iterator[Path]:
     """A folder that is gone afterwards, also on SIGTERM."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, end)
-    folder = Path(tempfile.mkdtemp(prefix="fairlead-bench-"))
+    folder = Path(tempfile.mkdtemp(prefix="fairlead-bench-", dir=place))
     try:
         yield folder
     finally:

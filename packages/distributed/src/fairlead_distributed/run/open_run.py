@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fairlead.backends import build_backend
 from fairlead.config import RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
-from fairlead.interfaces import BuildContext
+from fairlead.interfaces import BuildContext, Extras
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.resolve import resolve
@@ -32,6 +34,7 @@ from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard, build_guard
 from fairlead_runs.heartbeat import place_of_thread
 from fairlead_runs.lasting_output import give_output_back, keep_output
+from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_runs.metrics_file import MetricsFile
 
 
@@ -84,6 +87,8 @@ class OpenRun(ABC):
         self._ending: Ending | None = None
         self._boundary: Boundary | None = None
         self._metrics: MetricsFile | None = None
+        self._loggers: list[Any] = []
+        self._context: BuildContext | None = None
 
     @abstractmethod
     def progress(self) -> object:
@@ -114,7 +119,7 @@ class OpenRun(ABC):
         connect = f"call fairlead_distributed.init_process_group() before {by}"
         with advice_for_scripts():
             resolution = as_seen(resolution, seen, self._trainer, by=by, connect=connect)
-            context = BuildContext(resolution, self._environ, self._plugins)
+            context = self._context = BuildContext(resolution, self._environ, self._plugins)
             guard = self._guard = self._guard or build_guard(context)
             if not self._given_guard and threading.current_thread() is threading.main_thread():
                 guard.flags.install()
@@ -153,11 +158,41 @@ class OpenRun(ABC):
     def _prepare(self, session: RunSession, resolution: Resolution) -> None:
         """The run is open, and not finished."""
 
-    def _log_from(self, step: int | None, position: Mapping[str, Any] | None) -> None:
-        """Opens `metrics.csv` on rank 0, cut back to a position, or to the rows through a step; None: a new one."""
-        if get_rank() == 0:
-            session = self._opened()
-            self._metrics = MetricsFile(session.path, step, position, session.fence)
+    def _log_from(self, step: int | None, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Opens `metrics.csv` and the loggers on rank 0, cut back to where they stood when a checkpoint was saved.
+
+        `step` is that of the checkpoint, None: they begin; `saved` has their positions; `settings` are shown.
+        """
+        if get_rank():
+            return
+        session, context = self._opened(), self._context
+        assert context is not None
+        position = resume_position(saved, MetricsFile.position_key)
+        self._metrics = MetricsFile(session.path, step, position, session.fence)
+        extras: Extras = {
+            "resumed": session.resumed,
+            "resume_step": None if step is None else step + 1,  # rows are named by the steps that are done
+            "logger_positions": saved.get(LOGGER_POSITIONS, {}),
+            "run_name": session.path.name,
+        }
+        context = dataclasses.replace(context, run_dir=session.path, extras=extras)
+        built = (build_backend(logger, context) for logger in context.resolution.loggers)
+        self._loggers = [logger for logger in built if logger is not None]
+        for logger in self._loggers:
+            logger.log_hyperparams(dict(settings))
+            _ = getattr(logger, "experiment", None)  # a service is reached before the first step, or never
+
+    def _write_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the values of a step to `metrics.csv` and the loggers, on rank 0."""
+        if self._metrics is not None:
+            self._metrics.add(step, values)
+            self._metrics.flush()
+        for logger in self._loggers:
+            logger.log_metrics(values, step)
+
+    def _log_positions(self) -> dict[str, Any]:
+        """Where they stand, for a checkpoint."""
+        return {LOGGER_POSITIONS: logger_positions([self._metrics, *self._loggers])}
 
     @abstractmethod
     def _finish_writes(self) -> None:
@@ -174,7 +209,7 @@ class OpenRun(ABC):
             self._finish_writes()
         finally:
             self._watch.left_by(error)
-            self.close_metrics()
+            self.close_metrics("failed" if isinstance(error, Exception) else "success")
             if guard is not None:
                 guard.close(failed=isinstance(error, Exception))
                 if guard.outcome is None and not self._given_guard:
@@ -189,10 +224,12 @@ class OpenRun(ABC):
             raise ConfigError("the run is not open", where="Run", fix="write `with Run(...) as run:`")
         return self._session
 
-    def close_metrics(self) -> None:
-        """Writes out what was logged."""
+    def close_metrics(self, status: str = "success") -> None:
+        """Writes out what was logged, and closes the loggers."""
         if self._metrics is not None:
             self._metrics.close()
+        while self._loggers:
+            self._loggers.pop().finalize(status)
 
     def say(self, text: str) -> None:
         """Prints a line, on rank 0."""
@@ -216,8 +253,8 @@ class _RunEnding(Ending):
         return self._run.copies
 
     def mark_preempting(self) -> None:
-        """Nothing: `metrics.csv` is the only logger."""
+        """Nothing: a logger learns of a stop when it is closed."""
 
     def close_loggers(self, status: str) -> None:
         """Writes out what was logged."""
-        self._run.close_metrics()
+        self._run.close_metrics(status)

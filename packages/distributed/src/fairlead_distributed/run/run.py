@@ -24,7 +24,7 @@ from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.loader_workers import protect_workers
 from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.ordered_loader import Replicas
+from fairlead_distributed.ordered_loader import Replicas, loader_batch_size
 from fairlead_distributed.plain_data import from_plain
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
 from fairlead_distributed.run.data import Source, replicas_here
@@ -39,8 +39,6 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_runs.batch_policy import DATA_RANKS
 from fairlead_runs.guard import StopGuard
-from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
-from fairlead_runs.metrics_file import MetricsFile
 
 T = TypeVar("T")
 Ended = Literal["step", "validation", "epoch"]
@@ -67,7 +65,8 @@ class Run(OpenRun):
         max_epochs: Where the training ends; None: that of `config`, if it has one.
         max_steps: The same in optimizer steps.
         checkpoint: When to save and what to keep, as a `CheckpointConfig` or its fields.
-        log_every_n_steps: How often what `step` is given goes into `metrics.csv`.
+        log_every_n_steps: How often what `step` is given goes into `metrics.csv` and to the loggers.
+        loggers: Where what is logged goes besides, as in a job's `trainer`: `["prometheus"]`.
         finite: Whether a weight that is not finite fails the run, in place of being saved.
         on_divergence: What replicas that differ do: fail the run, or give a warning.
         local_buffers: Names or patterns of buffers that differ over the ranks on purpose.
@@ -114,6 +113,7 @@ class Run(OpenRun):
         max_steps: int | None = None,
         checkpoint: CheckpointConfig | Mapping[str, Any] | None = None,
         log_every_n_steps: int = 10,
+        loggers: Sequence[Any] = (),
         finite: bool = True,
         on_divergence: OnDivergence = "error",
         local_buffers: Sequence[str] = (),
@@ -135,6 +135,7 @@ class Run(OpenRun):
             {
                 **({"requeue": requeue} if requeue is not None else {}),
                 "batch_policy": batch_policy,
+                "loggers": list(loggers),
                 "accumulate_grad_batches": _accumulated(self._config),
             },
             context={"plugins": plugins},
@@ -272,7 +273,7 @@ class Run(OpenRun):
         self._data = replicas_here(saves.layout, self._registry)
         file = session.checkpoint
         own = file is not None and file.is_relative_to(session.path)
-        position = None
+        positions: Mapping[str, Any] = {}
         if file is not None:
             metadata, shared, mine, self._same_ranks = saves.load(file)
             self.steps, self.epoch, self._seed = int(metadata["step"]), int(metadata["epoch"]), int(shared["seed"])
@@ -280,10 +281,10 @@ class Run(OpenRun):
             self._saved_sources = mine["loaders"]
             saves.monitor = saves.monitor or metadata.get("monitor")  # or the best so far would not be kept
             saves.saved = self._place() if own else None
-            position = resume_position(shared, MetricsFile.position_key) if own else None
+            positions = shared if own else {}
         self._restored = True
         if self.finished is None:
-            self._log_from(self.steps if own else None, position)
+            self._log_from(self.steps if own else None, positions, self._settings())
             self._measure(session)
             session.begin(step=self.steps, epoch=self.epoch)
         self._saved_at = time.monotonic()
@@ -444,9 +445,7 @@ class Run(OpenRun):
         for name, value in found.items():
             number(name, value)  # on all ranks, and before it is in the file
         self._latest_metrics.update(found)
-        if self._metrics is not None:
-            self._metrics.add(self.steps, {"epoch": self.epoch, **found})
-            self._metrics.flush()
+        self._write_metrics(self.steps, {"epoch": self.epoch, **found})
 
     def save(self) -> None:
         """Asks for a checkpoint of this step, on all ranks alike; it is written when the step is over.
@@ -537,7 +536,7 @@ class Run(OpenRun):
         shared = {
             "seed": self._seed,
             "state": serialize(self.state, "run.state"),
-            LOGGER_POSITIONS: logger_positions([self._metrics]),
+            **self._log_positions(),
         }
         own = {"loaders": {name: one.state() for name, one in self._sources.items()}}
         unread = {name: one for name, one in self._saved_sources.items() if name not in own["loaders"]}
@@ -600,6 +599,10 @@ class Run(OpenRun):
         source.prepare(loader, self._seed, self._data)
         if not self._batches:
             self._opened().beat("first-batch", self.steps)
+            size = loader_batch_size(loader)
+            replicas = self._replicas_of_data()
+            if size is not None and replicas is not None:
+                self._opened().batch_is(size * replicas.count * self.accumulate_grad_batches)
         if self._guard is not None:
             protect_workers(source.loader, self._guard.in_worker)
         if self._samples is not None and not self._batches:

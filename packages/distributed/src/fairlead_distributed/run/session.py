@@ -183,6 +183,10 @@ class RunSession:
         if self.proof is not None:
             self.proof.at(self.path, step)
 
+    def batch_is(self, samples: int) -> None:
+        """Records how many samples make a step, over all ranks."""
+        self.event("batch", samples=samples)
+
     def complete(self, *, step: int, epoch: int, reason: str = "") -> None:
         """Records that the limits of the job were reached, and which; raises where another start owns the run."""
         self.check_owner()

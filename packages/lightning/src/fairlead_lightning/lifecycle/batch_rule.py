@@ -14,6 +14,7 @@ from fairlead.errors import ConfigError
 from fairlead.resolution import Resolution
 from fairlead_distributed import all_gather_object
 from fairlead_distributed.learning_rate import apply_lr_factor
+from fairlead_distributed.ordered_loader import loader_batch_size
 from fairlead_distributed.run.session import RunSession
 from fairlead_runs.batch_size import GlobalBatch, lr_setting
 from fairlead_runs.data_ranks import replicas_in
@@ -72,6 +73,11 @@ class BatchRule:
             if self._session is None or not self._session.resumed:
                 self._look_at_the_loaders(trainer, say)
 
+    def samples(self, trainer: L.Trainer) -> int | None:
+        """The samples of a step over all ranks, as this rank's loader says it; None: it does not."""
+        size = _size(trainer)
+        return _global(trainer, size).samples if size is not None else None
+
     def _as_asked(self, batch: GlobalBatch | None) -> None:
         if self.total is not None and batch is not None and batch.samples != self.total:
             trainer = self._resolution.trainer
@@ -120,8 +126,7 @@ def _size(trainer: L.Trainer) -> int | None:
     loaders = _loaders(trainer)
     if len(loaders) != 1:
         return None
-    sizes = (getattr(one, "batch_size", None) for one in (loaders[0], getattr(loaders[0], "batch_sampler", None)))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    return loader_batch_size(loaders[0])
 
 
 def _global(trainer: L.Trainer, size: int) -> GlobalBatch:

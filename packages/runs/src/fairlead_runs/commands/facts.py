@@ -8,6 +8,7 @@ from datetime import datetime
 
 from fairlead_runs import RunState
 from fairlead_runs.commands.texts import ago, metric, or_dash
+from fairlead_runs.monitoring import scraped_at
 from fairlead_runs.pace import Pace
 from fairlead_runs.scheduler import JobStatus, RunJob, lives
 from fairlead_runs.switches import SAVE, STOP, find_switch
@@ -81,6 +82,8 @@ def facts(run: RunState, how: Pace, job: RunJob | None, status: JobStatus | None
         lines["speed"] = speed + left
     if how.saved_step is not None or how.next_save_s is not None:
         lines["saved"] = "; ".join(_saves(how, now, here=here))
+    if here and (address := scraped_at(run.path)) is not None:
+        lines["scraped at"] = address
     switches = [find_switch(run.path, name) for name in (STOP, SAVE)]
     if wanted := [str(switch) for switch in switches if switch is not None]:
         lines["asked"] = ", ".join(wanted) + (": not seen yet" if here else ": the next start heeds it")

@@ -14,6 +14,7 @@ from fairlead_runs import Beat, RunState, state
 from fairlead_runs.commands.facts import facts, headline, in_words, shown_state
 from fairlead_runs.commands.texts import ago, find_run, summary, table
 from fairlead_runs.describe import counted
+from fairlead_runs.monitoring import scraped_at
 from fairlead_runs.pace import pace
 from fairlead_runs.scheduler import ask_for_job, job_of_run
 from fairlead_runs.states import find_dumps
@@ -55,6 +56,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
                 "behind": behind,
                 "why_behind": stuck.why if stuck is not None else None,
                 "longest_wait": wait,
+                "scraped_at": scraped_at(run.path),
                 "dumps": [{"kind": d.kind, "path": str(d.path), "files": d.files} for d in dumps],
             }
         )
