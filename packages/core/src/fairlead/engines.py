@@ -93,7 +93,6 @@ _TABLE: Final = (
     Engine("prometheus-client", ">=0.22,<1", tested=("0.26.0",), why="Older ones were not tried."),
     Engine("opentelemetry-sdk", ">=1.35,<2", tested=("1.45.2",), why="Older ones were not tried."),
     Engine("opentelemetry-exporter-otlp-proto-http", ">=1.35,<2", tested=("1.45.2",), why="Older ones were not tried."),
-    Engine("matplotlib", ">=3.10", tested=("3.11.2",), why="Older ones were not tried."),
     Engine("transformers", ">=5.20,<6", tested=("5.23.0",), why="Older ones were not tried."),
     Engine("accelerate", ">=1.15,<2", tested=("1.15.0",), why="Older ones were not tried."),
 )
