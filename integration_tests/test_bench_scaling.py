@@ -77,12 +77,12 @@ def test_the_command_writes_the_record(tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
     weak = ("--workers", "1,2,4,8", "--rounds", "1", "--steps", "4", "--batch", "per_device", "--at-least", "9")
-    done = fairlead("bench", "scaling", str(file), *weak, cwd=tmp_path)
+    done = fairlead("bench", "scaling", str(file), *weak, "--set", "data.args.batch_size=2", cwd=tmp_path)
     assert done.code == 1, done.text
     assert "Scaling of" in done.out
     assert "weak" in done.out
     assert [line.split()[0] for line in done.out.splitlines() if " GiB" in line] == ["1", "2", "4", "8"]
-    assert "Batch Size: 8 (of each worker)" in done.out
+    assert "Batch Size: 2 (of each worker)" in done.out
     assert "Efficiency of at least 900%: NOT reached" in done.out
 
 

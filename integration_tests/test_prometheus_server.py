@@ -136,7 +136,7 @@ def test_promql_gives_the_numbers_of_a_run_that_was_killed(tmp_path: Path) -> No
         said = server.value("fairlead_run_throughput_steps_per_second")
         assert rate is not None
         assert said is not None
-        assert rate == pytest.approx(said, rel=0.3)
+        assert rate == pytest.approx(said, rel=0.5)
         assert second.end().code == 0
         assert server.value("resets(fairlead_run_steps_total[5m])") == 0, "a counter does not fall"
         shown = server.value("last_over_time(fairlead_run_steps_total[5m])")
