@@ -57,7 +57,13 @@ def plot(file: Path, lines: Sequence[Line], *, title: str, x: str, y: str, log: 
         "data": {"values": values},
         "mark": {"type": "line", "point": True},
         "encoding": {
-            "x": {"field": "x", "type": "quantitative", "title": x, "scale": scale, "axis": {"format": "~s", "tickMinStep": 1}},
+            "x": {
+                "field": "x",
+                "type": "quantitative",
+                "title": x,
+                "scale": scale,
+                "axis": {"format": "~s", "tickMinStep": 1},
+            },
             "y": {"field": "y", "type": "quantitative", "title": y, "scale": {"zero": True}},
             "color": {"field": "line", "type": "nominal", "title": None, "sort": None},
             "strokeDash": {"field": "dashes", "type": "nominal", "legend": None},
