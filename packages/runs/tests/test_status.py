@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,9 +15,12 @@ import pytest
 
 from fairlead import PluginManager
 from fairlead.cli import main
+from fairlead.cli.session import Session
+from fairlead.errors import ConfigError
 from fairlead.testing import FakeEntryPoint
 from fairlead_runs import Heartbeat, RunDirectory, fingerprint, heartbeat_path
 from fairlead_runs.commands import plugins as commands
+from fairlead_runs.commands.texts import find_run
 from fairlead_runs.waiting import rank_ranges, waits_there
 
 JOB = {"model": {"class": "m:Net"}, "run": {"seed": 0}, "trainer": {"max_steps": 10}}
@@ -242,3 +247,32 @@ def test_dumps_of_the_last_start_are_named(run: RunDirectory, status: Status) ->
 )
 def test_where_a_rank_waits_for_others(place: str, waits: bool) -> None:
     assert waits_there(place) is waits
+
+
+def test_a_run_of_somebody_else_that_may_not_be_read_is_said_to_be_that() -> None:
+    """A process of the user `nobody` looks at a run that only its owner may read."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be somebody else")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        run = Path(folder, "runs/gpt")
+        with RunDirectory.open(run, job=JOB, fingerprint=fingerprint(JOB)):
+            pass
+        run.chmod(0o700)
+        session = Session(PluginManager([]), {}, Path(folder))
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                find_run("gpt", session)
+            except ConfigError as error:
+                os.write(writer, error.block().encode())
+            os._exit(0)
+        os.wait()
+        os.close(writer)
+        said = os.read(reader, 4096).decode()
+        os.close(reader)
+    assert "you may not read this run" in said
+    assert "it belongs to root" in said
+    assert "chmod" in said

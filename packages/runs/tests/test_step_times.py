@@ -144,6 +144,24 @@ def test_a_loop_with_dozens_of_phases_keeps_its_record_whole(tmp_path: Path) -> 
     assert sum(found.seconds.values()) == 200.0
 
 
+def test_a_rank_that_stands_still_is_recorded_by_another_thread(tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    times = step_times(tmp_path, clock)
+    times.beat("setup", 0)
+    for step in (1, 2):
+        one_step(times, clock, step, data=0.1)
+    times.at("forward")
+    clock.now += 300.0
+    times.write_still()
+    (found,) = read_times(tmp_path, 1)
+    assert found.seconds["forward"] == 302.0
+    assert (found.step, found.time) == (2, clock.now)
+    one_step(times, clock, 3)  # it wakes: nothing is counted twice
+    times.close()
+    (found,) = read_times(tmp_path, 1)
+    assert sum(found.seconds.values()) == pytest.approx(clock.now)
+
+
 # -- findings
 
 
@@ -248,6 +266,21 @@ def test_the_parts_of_a_run_with_a_failure_are_all_of_its_time(tmp_path: Path) -
     assert went.seconds.get(OTHER, 0.0) < 1.0
     good = 29 * 7.0 * 2 / 3 + 19 * 7.0
     assert went.share == pytest.approx(good / went.total_s, rel=0.01)
+
+
+def test_a_first_step_that_never_ended_is_no_training(tmp_path: Path) -> None:
+    clock = Clock(1767225600.0)
+    event(tmp_path, Clock(0.0), "start", 1, world_size=1)
+    event(tmp_path, Clock(1.0), "training", 1, step=0, epoch=0)
+    times = step_times(tmp_path, clock)
+    times.beat("first-batch", 0)
+    times.at("forward")
+    clock.now += 5.0
+    times.beat("failed", 0)
+    times.close()
+    went = goodput(tmp_path)
+    assert went.share is None
+    assert went.seconds[FIRST_STEP] == pytest.approx(5.0)
 
 
 def test_a_run_that_was_never_started_has_no_goodput(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.commands.facts import headline, in_words
 from fairlead_runs.commands.status import find_stuck, stuck_line
 from fairlead_runs.commands.texts import ago, table
+from fairlead_runs.commit import newest_complete
 from fairlead_runs.describe import counted
 from fairlead_runs.goodput import LOST, SAVING, goodput
 from fairlead_runs.heartbeat import read_heartbeats
 from fairlead_runs.pace import pace
 from fairlead_runs.states import REQUESTED, dump_folder, stacks_request
-from fairlead_runs.step_findings import step_findings
+from fairlead_runs.step_findings import milliseconds, step_findings
 from fairlead_runs.step_times import RankTimes, read_times
 from fairlead_runs.unserved import longest_wait, wait_line
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
@@ -38,9 +39,15 @@ _ANSWER_S: Final = 4.0
 _STILL_S: Final = 20.0
 """A rank without a sign of life for so long stands still, or its node is gone."""
 _LARGE: Final = 0.15
+_COUNTS_S: Final = 60.0
+"""Seconds of a run of which shares say something."""
+_START_PHASES: Final = ("start", "prepare", "setup", "restore")
 _FRAME: Final = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
+_BACKWARD: Final = "backward pass"
+"""Where DDP averages gradients, in code that has no frames of Python."""
 _COLLECTIVES: Final = ("distributed_c10d.py", "collectives.py", "_functional_collectives.py")
-_OURS: Final = re.compile(r"[/\\](fairlead_\w+|torch|lightning|lightning_fabric|pytorch_lightning|threading\.py)[/\\]?")
+_OURS: Final = re.compile(r"/(site-packages|dist-packages|lib/python3|s?bin|src/fairlead\w*)(/|\.|$)|<frozen ")
+"""Files that are not the user's own: what is installed, Python's library, the commands, and Fairlead in a clone."""
 
 ROWS: Final[Mapping[str, str]] = {
     "hang": "a collective times out in training",
@@ -54,6 +61,7 @@ ROWS: Final[Mapping[str, str]] = {
     "checkpoint-interval": "failures cost a large part of the time",
     "stop-waits": "a stop waits long for the end of a step",
     "not-running": "it ended, and nobody knows why",
+    "failed": "the job's own code failed",
     "no-steps": "ranks do not arrive",
 }
 """The row of the page "Troubleshooting" for each thing that is found, by its symptom."""
@@ -104,7 +112,9 @@ def examine_run(path: Path, arguments: argparse.Namespace, session: Session) -> 
         time.sleep(_WATCHED_S)
     now = time.time()
     run = state(path, now=now)
-    standing = _ask(run, now) if run.state == "running" else list(_read_stacks(run, run.starts))
+    standing = _ask(run, now) if run.state == "running" else []
+    if run.state == "interrupted":  # what it has left when nothing moved
+        standing = list(_read_stacks(run, run.starts))
     ranks = read_times(path, max((beat.start for beat in run.ranks), default=run.starts))
     found = list(_diagnoses(run, ranks, standing, before, now))
     if arguments.json:
@@ -139,17 +149,19 @@ def _diagnoses(
     run: RunState, ranks: Sequence[RankTimes], standing: Sequence[Standing], before: Mapping[int, Beat], now: float
 ) -> Iterator[Diagnosis]:
     if run.state in ("failed", "interrupted"):
+        newest = newest_complete(run.path / "checkpoints").checkpoint
+        again = f"resumes from step {newest.step}" if newest is not None else "begins anew: it has no checkpoint yet"
         yield Diagnosis(
-            "not-running",
-            f"the run is not running: {run.state}, {run.reason}" if run.reason else f"the run is {run.state}",
+            "failed" if run.state == "failed" else "not-running",
+            f"the run is not running: {run.state}" + (f", {run.reason}" if run.reason else ""),
             f"its last sign of life was {ago(run.heartbeat_age_s)}",
-            f"fairlead logs {run.path}; start it again: it resumes from its newest checkpoint",
+            f"fairlead logs {run.path}; started again, it {again}",
             serious=True,
         )
     stuck = find_stuck(run, now)
     if stuck is None and standing and not _advances(run, before):  # all stand still: their places say who is behind
         stuck = waiting(run.ranks, None)
-    calls = {one.collective for one in standing if one.collective is not None}
+    calls = {one.collective for one in standing if one.collective not in (None, _BACKWARD)}
     if len(calls) > 1:
         yield _different_calls(standing)
     elif stuck is not None:
@@ -164,8 +176,11 @@ def _diagnoses(
     for finding in step_findings(ranks):
         yield _of_finding(finding)
     yield from _costs(run)
-    for line in wait_line(longest_wait(run.path)):
-        yield Diagnosis("stop-waits", line, "nothing can be saved within a step", "shorter steps, or a longer notice")
+    waited = longest_wait(run.path)
+    if waited is not None and waited["phase"] not in _START_PHASES:
+        for line in wait_line(waited):
+            why = "nothing can be saved within a step or a batch of a validation"
+            yield Diagnosis("stop-waits", line, why, "shorter steps, or a longer notice of the scheduler")
 
 
 def _hang(run: RunState, stuck: Waiting, standing: Sequence[Standing], now: float) -> Diagnosis:
@@ -239,7 +254,7 @@ def _of_finding(finding: Finding) -> Diagnosis:
 def _costs(run: RunState) -> Iterator[Diagnosis]:
     went = goodput(run.path)
     total = went.total_s
-    if not total:
+    if total < _COUNTS_S:
         return
     if (interval := interval_finding(run.path, went)) is not None:
         yield _of_finding(interval)
@@ -302,11 +317,10 @@ def _read_stacks(run: RunState, start: int, since: float = 0.0) -> Iterator[Stan
 def _standing(rank: int, dump: str) -> Standing:
     """The main thread of a dump, which faulthandler writes last, innermost frame first."""
     frames = [match for line in dump.rpartition("\nThread ")[2].splitlines() if (match := _FRAME.match(line))]
-    collective = next((one["function"] for one in frames if Path(one["file"]).name in _COLLECTIVES), None)
-    wrappers = ("wrapper", "wrapped")
-    if collective in wrappers:
-        named = [one["function"] for one in frames if Path(one["file"]).name in _COLLECTIVES]
-        collective = next((name for name in named if name not in wrappers), collective)
+    named = [one["function"] for one in frames if Path(one["file"]).name in _COLLECTIVES]
+    collective = next((name for name in named if name not in ("wrapper", "wrapped")), None)
+    if collective is None and any(one["function"] == "_engine_run_backward" for one in frames):
+        collective = _BACKWARD
     own = next((one for one in frames if not _OURS.search(one["file"])), frames[0] if frames else None)
     place = f"{Path(own['file']).name}:{own['line']}, in {own['function']}" if own is not None else "an unknown line"
     return Standing(rank, collective, place)
@@ -326,13 +340,16 @@ def _lines(
     yield headline(run, None, None)
     how = pace(run, now)
     if run.state == "running":
-        moves = "its steps advance" if _advances(run, before) else "no step has ended in the last seconds"
-        speed = f" at {how.steps_per_s:.3g} steps/s" if how.steps_per_s else ""
-        yield f"  step {run.step if run.step is not None else '-'}: {moves}{speed}"
+        speed = f"{how.steps_per_s:.3g} steps/s" if how.steps_per_s else ""
+        if _advances(run, before):
+            moves = f"its steps advance{' at ' * bool(speed)}{speed}"
+        else:
+            moves = f"no step has ended in the last seconds{'; before that ' * bool(speed)}{speed}"
+        yield f"  step {run.step if run.step is not None else '-'}: {moves}"
     known = [one for one in ranks if one.mean_s]
     if known:
         shares = sorted(known[0].shares.items(), key=lambda pair: -pair[1])
-        yield f"  a step of rank {known[0].rank}: {known[0].mean_s:.4g} s; " + ", ".join(
+        yield f"  a step of rank {known[0].rank}: {milliseconds(known[0].mean_s or 0.0)}; " + ", ".join(
             f"{part} {share:.0%}" for part, share in shares if share >= 0.005
         )
     if run.ranks:
@@ -347,7 +364,7 @@ def _lines(
                     str(first.step),
                     first.phase,
                     ago(now - max(beat.time for beat in group)),
-                    at.place if at is not None else first.place or "-",
+                    at.place if at is not None else (run.state == "running" and first.place) or "-",
                     (at.collective if at is not None else None) or "-",
                 )
             )

@@ -86,7 +86,8 @@ class _View:
         ranks = read_times(self._path, max((beat.start for beat in run.ranks), default=run.starts))
         parts: list[object] = [Text(headline(run, None, None), style="bold")]
         if how.max_steps and run.step is not None:
-            left = f" {run.step}/{how.max_steps}" + (f", {in_words(how.left_s)} left" if how.left_s else "")
+            left = f" {run.step}/{how.max_steps}"
+            left += f", {in_words(how.left_s)} left" if how.left_s and run.state == "running" else ""
             bar = Table.grid(expand=True)
             bar.add_row(ProgressBar(total=how.max_steps, completed=run.step), Text(left))
             parts.append(bar)
@@ -132,9 +133,10 @@ def _metrics(file: Path) -> list[Table]:
         for name, cell in zip(columns, row, strict=True):
             if cell and name not in ("step", "epoch"):
                 try:
-                    found.setdefault(name, []).append(float(cell))
+                    value = float(cell)
                 except ValueError:  # a text that somebody logged
                     continue
+                found.setdefault(name, []).append(value)
     if not found:
         return []
     table = Table.grid(padding=(0, 2))

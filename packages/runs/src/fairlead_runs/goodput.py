@@ -177,6 +177,8 @@ def _parts(lead: RankTimes | None, began: float, ended: float, trained: float | 
         for part, value in lead.seconds.items():
             if part not in _START:
                 name = _NAMES.get(part, part if part in (*STEP_PARTS, FIRST_STEP) else OTHER)
+                if name in STEP_PARTS and FIRST_STEP not in lead.seconds:
+                    name = FIRST_STEP  # which it has not finished
                 found[name] = found.get(name, 0.0) + value
         waits = min(lead.facts.get("comm_s", 0.0) * lead.steps, found.get("backward", 0.0) or found.get("compute", 0.0))
         if waits > 0:

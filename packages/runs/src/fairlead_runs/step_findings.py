@@ -11,6 +11,8 @@ from fairlead_runs.step_times import RankTimes
 
 LEAST_STEPS: Final = 20
 """Steps that a rank must have measured: fewer say nothing."""
+LEAST_S: Final = 1.0
+"""Seconds that its steps must have taken, likewise."""
 _DATA: Final = 0.2
 _COMMUNICATION: Final = 0.25
 _LOGGING: Final = 0.3
@@ -24,7 +26,7 @@ def step_findings(ranks: Sequence[RankTimes]) -> Iterator[Finding]:
     Args:
         ranks: Those of one start that were read; also some of them, or one.
     """
-    ranks = [one for one in ranks if one.steps >= LEAST_STEPS and one.mean_s]
+    ranks = [one for one in ranks if one.steps >= LEAST_STEPS and one.mean_s and one.mean_s * one.steps >= LEAST_S]
     if not ranks:
         return
     found = [finding for finding in (_data(ranks), _communication(ranks), _logging(ranks)) if finding is not None]
@@ -59,9 +61,9 @@ def _data(ranks: Sequence[RankTimes]) -> tuple[float, Finding] | None:
     return share, Finding(
         "warning",
         "data-wait",
-        f"the loader takes {share:.0%} of a step: {_milliseconds(share * step)} of {_milliseconds(step)}",
+        f"the loader takes {share:.0%} of a step: {milliseconds(share * step)} of {milliseconds(step)}",
         why=(", ".join(known) or "nothing is known of the loader's workers")
-        + f"; without the wait a step would take {_milliseconds((1 - share) * step)}",
+        + f"; without the wait a step would take {milliseconds((1 - share) * step)}",
         fix=f"{advice}; or do less for each sample: decode and resize once, before the training",
     )
 
@@ -77,7 +79,7 @@ def _communication(ranks: Sequence[RankTimes]) -> tuple[float, Finding] | None:
         "warning",
         "communication-wait",
         f"{share:.0%} of a step waits for the gradients{of} to be averaged: "
-        f"{_milliseconds(share * step)} of {_milliseconds(step)}",
+        f"{milliseconds(share * step)} of {milliseconds(step)}",
         why=f"{len(ranks)} ranks on {nodes} node{'s' if nodes != 1 else ''}; what overlaps with the backward pass is "
         "not counted",
         fix="by these figures: "
@@ -100,7 +102,7 @@ def _logging(ranks: Sequence[RankTimes]) -> tuple[float, Finding] | None:
         "warning",
         "logging-slow",
         f"callbacks, loggers and other code between two steps take {share:.0%} of a step: "
-        f"{_milliseconds(share * step)} of {_milliseconds(step)}",
+        f"{milliseconds(share * step)} of {milliseconds(step)}",
         why="they run in each step, and the device waits for them",
         fix="log less often (log_every_n_steps), and call .item() only where a value is logged",
     )
@@ -114,23 +116,30 @@ def _slow_ranks(ranks: Sequence[RankTimes]) -> Iterator[Finding]:
     slow = sorted((one for one in ranks if own[one.rank] > _SLOWER * usual), key=lambda one: -own[one.rank])
     if not slow or len(slow) > len(ranks) // 2:
         return
-    shown = ", ".join(f"rank {one.rank} ({one.host}): {_milliseconds(own[one.rank])}" for one in slow[:4]) + (
+    shown = ", ".join(f"rank {one.rank} ({one.host}): {milliseconds(own[one.rank])}" for one in slow[:4]) + (
         f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     )
-    first = slow[0]
+    first, nodes = slow[0], len({one.node for one in ranks})
     longest = max(first.shares.items(), key=lambda pair: pair[1] if pair[0] != "communication" else 0.0)[0]
     yield Finding(
         "warning",
         "slow-rank",
-        f"the other ranks wait for {'a slow one' if len(slow) == 1 else f'{len(slow)} slow ones'}: {shown} a step",
-        why=f"the median rank works {_milliseconds(usual)} a step; most of rank {first.rank}'s time is {longest}",
-        fix="test its node: `fairlead doctor`, in its job; or exclude the node: `fairlead doctor --nodes`",
+        f"{'the other rank waits' if len(ranks) == 2 else 'the other ranks wait'} for "
+        f"{'a slow one' if len(slow) == 1 else f'{len(slow)} slow ones'}: {shown} a step",
+        why=f"the median rank works {milliseconds(usual)} a step; most of rank {first.rank}'s time is {longest}",
+        fix="test its node: `fairlead doctor`, in its job; or exclude the node: `fairlead doctor --nodes`"
+        if nodes > 1
+        else "look for what it does more than the others, and for what else runs on its CPUs or its device",
     )
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """A short time: `4.66 ms`, `1.2 s`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def _bytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+    for large, unit in ((1e9, "GB"), (1e6, "MB")):
+        if size >= large:
+            return f"{size / large:.3g} {unit}"
+    return f"{size / 1e3:.3g} kB"

@@ -15,6 +15,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -155,10 +156,11 @@ class StepTimes:
         self._interval_s, self._clock, self._now = interval_s, clock, now
         self._seconds: dict[str, float] = defaultdict(float)
         self._part = "setup"
-        self._since = self._began = self._written = clock()
+        self._since = self._began = self._written = self._written_still = clock()
         self._step = -1
         self._stepped_at = 0.0  # of the seconds in steps
         self._steps, self._sum, self._squares, self._max = 0, 0.0, 0.0, 0.0
+        self._facts: dict[str, float | None] = {}
         self._before: tuple[int, dict[str, float]] = (0, {})
         self._recent = Period(now(), 0, 0, {})
         self._series = folder / "series.jsonl" if rank == 0 else None
@@ -222,20 +224,8 @@ class StepTimes:
         steps, before = self._before
         self._recent = Period(self._now(), self._step, self._steps - steps, _difference(seconds, before))
         self._before = (self._steps, seconds)
-        mean = self._sum / self._steps if self._steps else None
-        spread = math.sqrt(max(0.0, self._squares / self._steps - mean * mean)) if mean is not None else 0.0
-        record = {
-            **self._who,
-            "time": round(self._recent.time, 3),
-            "step": self._step,
-            "steps": self._steps,
-            "mean": _short(mean),
-            "sd": _short(spread),
-            "max": _short(self._max),
-            "s": _shorter(seconds),
-            "recent": [self._recent.steps, _shorter(self._recent.seconds)],
-            "facts": {name: _short(value) for name, value in self.facts().items()},
-        }
+        self._facts = {name: _short(value) for name, value in self.facts().items()}
+        record = self._record(seconds)
         try:
             os.pwrite(self._fd, _record(record), self._offset)
             if self._series is not None:
@@ -245,6 +235,36 @@ class StepTimes:
             self.close(last=False)
         if self.on_write is not None:
             self.on_write(_times(record, self._node, self._start))
+
+    def write_still(self) -> None:
+        """Writes where this rank stands, from another thread: the one that trains does not get on, and may not again.
+
+        It changes nothing, as that thread may wake at any moment, and asks the engine nothing, which may hold a lock.
+        """
+        fd, now = self._fd, self._clock()
+        if fd is None or now - max(self._written, self._written_still) < self._interval_s:
+            return
+        self._written_still = now
+        seconds = dict(self._seconds)
+        seconds[self._part] = seconds.get(self._part, 0.0) + now - self._since
+        with suppress(OSError):  # the thread that trains says so
+            os.pwrite(fd, _record({**self._record(seconds), "time": round(self._now(), 3)}), self._offset)
+
+    def _record(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        mean = self._sum / self._steps if self._steps else None
+        spread = math.sqrt(max(0.0, self._squares / self._steps - mean * mean)) if mean is not None else 0.0
+        return {
+            **self._who,
+            "time": round(self._recent.time, 3),
+            "step": self._step,
+            "steps": self._steps,
+            "mean": _short(mean),
+            "sd": _short(spread),
+            "max": _short(self._max),
+            "s": _shorter(seconds),
+            "recent": [self._recent.steps, _shorter(self._recent.seconds)],
+            "facts": self._facts,
+        }
 
     def _append_period(self, seconds: dict[str, float]) -> None:
         since, steps, before = self._series_since
@@ -282,8 +302,8 @@ def read_times(run: Path, start: int) -> list[RankTimes]:
     folder = times_folder(run, start)
     try:
         names = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    except OSError:
+        return []  # there is none; or this user may read the rest of the run, and not this
     for name in names:
         if match := _NAME.fullmatch(name):
             data = (folder / name).read_bytes()
@@ -296,7 +316,7 @@ def read_series(run: Path, start: int) -> list[Period]:
     """The periods of rank 0 in a start, oldest first; a torn line is left out."""
     try:
         lines = (times_folder(run, start) / "series.jsonl").read_bytes().splitlines()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return []
     found = []
     for line in lines:

@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     """Looks at this machine, or takes part in the screen of all nodes."""
     if arguments.run is not None and not arguments.job and not arguments.nodes:
         return examine_run(find_run(arguments.run, session), arguments, session)
+    if arguments.run is not None and not arguments.nodes:
+        raise ConfigError("--run with a JOB is for --nodes", where="--run", fix="name the run, or the job, or --nodes")
     job = _job(arguments, session)
     resolution = _resolved(job, session)
     if not arguments.nodes:

@@ -34,6 +34,9 @@ _STARTS: Final = 12
 _NODES: Final = 12
 _PREFIX: Final = re.compile(r"^(train|training|val|valid|validation|eval|test)[/_.]")
 _SUFFIX: Final = re.compile(r"_(step|epoch)$")
+_UNITS: Final = (("second", 1, (1, 2, 5, 10, 30)), ("minute", 60, (1, 2, 5, 10, 30)), ("hour", 3600, (1, 3, 6, 12)))
+_TICKS: Final = [(step * size, unit, step) for unit, size, steps in _UNITS for step in steps]
+"""Distances of ticks on an axis of times: seconds, the unit and how many of it."""
 _KINDS: Final = {
     "start": ("triangle-right", "#4aa3a2"),
     "finished": ("circle", "#3a9d5d"),
@@ -43,6 +46,7 @@ _KINDS: Final = {
     "requeue": ("triangle-up", "#7d6bb5"),
     "failure": ("cross", "#cf3f3f"),
     "hang": ("diamond", "#cf3f3f"),
+    "killed": ("cross", "#8d9299"),
 }
 
 
@@ -119,7 +123,7 @@ def timeline_chart(run: RunContent) -> Chart:
             "start": f"start {one.number}",
             "from": round(one.began * 1000),
             "to": round(max(one.ended, one.began + 0.001) * 1000),
-            "ended": one.end or ("runs" if one is last else "no report"),
+            "ended": one.end or ("runs" if one is last else "killed, without a report"),
             "steps": f"{one.first_step} to {one.last_step}" if one.first_step is not None else "none",
             "why": one.why[:200],
         }
@@ -204,7 +208,7 @@ def _stacked(rows: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
         **_chart(values, height=28 * lanes + 50),
         "mark": {"type": "bar", "tooltip": True, "height": {"band": 0.75}},
         "encoding": {
-            "x": {"field": "seconds", "type": "quantitative", "title": unit, "axis": {"format": "~s"}},
+            "x": {"field": "seconds", "type": "quantitative", "title": unit, "axis": {"format": "~g"}},
             "y": {"field": "row", "type": "nominal", "sort": None, "title": None},
             # The table beside it has the names of the colors.
             "color": {**_scale("part", parts, [COLORS[part] for part in parts]), "legend": None},
@@ -247,7 +251,9 @@ def _scale(name: str, domain: Sequence[str], values: Sequence[str]) -> dict[str,
 def _clock(times: Sequence[float]) -> dict[str, Any]:
     """The axis of times in milliseconds: with the day where they span more than one."""
     span = (max(times) - min(times)) / 1000 if times else 0.0
-    return {"format": "%H:%M:%S" if span < 7200 else "%H:%M" if span < 86_400 else "%b %d %H:%M", "tickCount": 8}
+    shown = "%H:%M:%S" if span < 7200 else "%H:%M" if span < 86_400 else "%b %d %H:%M"
+    each = next((one for one in _TICKS if span / one[0] <= 7), None)  # whole seconds, minutes, hours
+    return {"format": shown, "tickCount": {"interval": each[1], "step": each[2]} if each is not None else 7}
 
 
 def _chart(values: Sequence[Mapping[str, Any]], *, height: int) -> dict[str, Any]:

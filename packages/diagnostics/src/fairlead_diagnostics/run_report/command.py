@@ -38,10 +38,16 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent}", where="--output", fix=f"mkdir -p {file.parent}")
     runs = [read_content(path, len(paths)) for path in paths]
-    atomic_write(file, page(runs, time.time()).encode(), error=RunDirectoryError)
+    try:
+        atomic_write(file, page(runs, time.time()).encode(), error=RunDirectoryError)
+    except RunDirectoryError as error:
+        fix = "-o FILE, in a folder that you may write to"
+        raise ConfigError("the page cannot be written", where=str(file), why=error.why, fix=fix) from error
     for one in runs:
         share = one.goodput.share
-        good = f"goodput {share:.1%}" if share is not None else "nothing was trained yet"
+        good = f"goodput {share:.1%}" if share is not None else "no step was trained yet"
+        if share is None and one.run.step:
+            good = "its times are not recorded"
         session.print(f"{one.run.name}: {one.run.state}, {good}")
     session.print(f"written: {shown_path(file, session.cwd)}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from fairlead.findings import Finding
 from fairlead_diagnostics.run_report.curves import Clock, Curve, read_curves
 from fairlead_runs import RunState, read_history, state
 from fairlead_runs.checkpoint_interval import interval_finding
+from fairlead_runs.commands.status import find_stuck, stuck_line
 from fairlead_runs.goodput import Goodput, event_time, goodput
 from fairlead_runs.step_findings import step_findings
 from fairlead_runs.step_times import read_series
@@ -93,18 +95,35 @@ def read_content(path: Path, runs: int = 1) -> RunContent:
     starts = path / "starts"
     last = max((int(one.name) for one in starts.glob("*") if one.name.isdecimal()), default=0)
     measured = next((start.ranks for start in reversed(went.starts) if list(step_findings(start.ranks))), ())
-    interval = interval_finding(path, went)
+    now = time.time()
+    run, interval = state(path, now=now), interval_finding(path, went)
+    findings = [*_hangs(run, now), *step_findings(measured), *([interval] if interval is not None else [])]
     return RunContent(
-        run=state(path),
+        run=run,
         goodput=went,
-        moments=_moments(events),
+        moments=[*_moments(events), *_kills(run, went)],
         curves=read_curves(path / "metrics.csv", runs),
         clock=Clock(_marks(path, events, went)),
-        findings=[*step_findings(measured), *([interval] if interval is not None else [])],
+        findings=findings,
         settings=_json(starts / str(last) / "resolution.json"),
         provenance=_json(starts / str(last) / "provenance.json"),
         exactness=last_record(path),
     )
+
+
+def _hangs(run: RunState, now: float) -> Iterator[Finding]:
+    """That a run which has not ended does not get on."""
+    stuck = find_stuck(run, now)
+    if stuck is not None:
+        text = stuck_line(stuck, now, running=run.state == "running")
+        yield Finding("error", "hang", text, fix=f"fairlead doctor --run {run.name}: where they stand, and what to do")
+
+
+def _kills(run: RunState, went: Goodput) -> Iterator[Moment]:
+    """The ends that nobody has reported."""
+    for start in went.starts:
+        if not start.end and not (run.state == "running" and start is went.starts[-1]):
+            yield Moment(start.ended, "killed", start.number, start.last_step, "its last sign of life")
 
 
 def _marks(path: Path, events: Sequence[Mapping[str, Any]], went: Goodput) -> Iterator[tuple[int, float]]:

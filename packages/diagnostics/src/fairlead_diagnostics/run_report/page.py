@@ -27,6 +27,7 @@ from fairlead_diagnostics.run_report.content import RunContent
 from fairlead_runs.commands.facts import in_words
 from fairlead_runs.commands.runs import differing_settings
 from fairlead_runs.goodput import LOST, OTHER, QUEUE, START_UP, StartTimes
+from fairlead_runs.step_findings import milliseconds
 from fairlead_runs.step_times import STEP_PARTS, RankTimes
 
 MEANINGS: Final = {
@@ -43,7 +44,7 @@ MEANINGS: Final = {
     START_UP: "from the start of a job to its training",
     QUEUE: "waiting for the scheduler, before the first start and between starts",
     LOST: "what was done after the last checkpoint before a failure, and the time until it was noticed",
-    OTHER: "everything else: the end of a start, phases of the loop's own",
+    OTHER: "everything else: phases of the loop's own, the end of a start, what a killed one had not recorded yet",
 }
 _MOOD: Final = {"running": "good", "finished": "good", "failed": "bad", "interrupted": "bad", "stopped": "warn"}
 _WORST: Final = 10
@@ -142,7 +143,7 @@ def _numbers(run: RunContent, measured: Sequence[RankTimes]) -> Iterator[tuple[s
     means = [one.mean_s for one in measured if one.mean_s]
     if means:
         mean = statistics.median(means)
-        yield "a step", f"{mean * 1000:.3g} ms" if mean < 1 else f"{mean:.3g} s"
+        yield "a step", milliseconds(mean)
         waits = statistics.median(one.shares.get("data", 0.0) for one in measured if one.mean_s)
         yield "data wait", f"{waits:.1%}"
     memory = max((one.facts.get("device_memory") or one.facts.get("host_memory", 0.0) for one in measured), default=0.0)
@@ -179,7 +180,7 @@ def _start(start: StartTimes, wait: float) -> tuple[str, ...]:
         _time(wait) if wait else "-",
         str(start.world_size or "-"),
         steps,
-        ": ".join(text for text in (start.end or "no report", start.why[:200]) if text),
+        ": ".join(text for text in (start.end or "no report of its end", start.why[:200]) if text),
     )
 
 
@@ -192,7 +193,7 @@ def _ranks(ranks: Sequence[RankTimes]) -> dict[str, Any] | None:
     parts = [part for part in (*STEP_PARTS, "communication") if any(one.shares.get(part) for one in shown)]
     rows = []
     for one in shown:
-        cells = [f"{one.mean_s or 0:.4g} s", f"{one.own_s or 0:.4g} s", f"{one.sd_s:.2g} s", f"{one.max_s:.3g} s"]
+        cells = [milliseconds(one.mean_s or 0.0), *map(milliseconds, (one.own_s or 0.0, one.sd_s, one.max_s))]
         cells += [f"{one.shares.get(part, 0.0):.1%}" for part in parts]
         rows.append((f"{one.rank} ({one.host})", cells))
     of = "rank" if shown is known else f"the {len(shown)} slowest of {len(known)} ranks"
@@ -205,8 +206,8 @@ def _spread(ranks: Sequence[RankTimes]) -> str:
         return ""
     own = sorted(one.own_s or 0.0 for one in known)
     middle = statistics.median(own)
-    text = f"Own work of a rank in a step, without its waiting for others: median {middle * 1000:.3g} ms, "
-    text += f"from {own[0] * 1000:.3g} to {own[-1] * 1000:.3g} ms."
+    text = f"Own work of a rank in a step, without its waiting for others: median {milliseconds(middle)}, "
+    text += f"from {milliseconds(own[0])} to {milliseconds(own[-1])}."
     nodes: dict[str, list[float]] = {}
     for one in known:
         nodes.setdefault(one.host, []).append(one.own_s or 0.0)
@@ -264,7 +265,7 @@ def _compared(runs: Sequence[RunContent]) -> dict[str, Any]:
                     str(run.run.step),
                     str(run.run.best) if run.run.best is not None else "-",
                     f"{share:.1%}" if share is not None else "-",
-                    f"{step:.4g} s" if step is not None else "-",
+                    milliseconds(step) if step is not None else "-",
                     str(run.goodput.starts[-1].world_size or "-") if run.goodput.starts else "-",
                     str(run.run.starts),
                 ],

@@ -108,10 +108,16 @@ class RunSession:
         if self._heartbeat is None:
             folder = RunDirectory(self.path, rank=rank)
             self._heartbeat = folder.heartbeat(node_rank=node_rank, local_rank=local_rank, rank=rank, start=self.start)
-            self._heartbeat.on_still = StacksOnRequest(self.path, self.start, rank)
-            self.times = StepTimes(
+            stacks = StacksOnRequest(self.path, self.start, rank)
+            times = self.times = StepTimes(
                 times_folder(self.path, self.start), node=node_rank, local_rank=local_rank, rank=rank
             )
+
+            def still() -> None:
+                times.write_still()
+                stacks()
+
+            self._heartbeat.on_still = still
 
     def at(self, part: str) -> None:
         """Which part of a step, of `fairlead_runs.step_times.STEP_PARTS`, begins on this rank."""

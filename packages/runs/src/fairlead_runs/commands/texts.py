@@ -11,6 +11,7 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
 from fairlead_runs import RunState, is_run, list_runs
 from fairlead_runs.describe import counted, shown_path
+from fairlead_runs.states import FINGERPRINT_FILE
 from fairlead_runs.submitted import is_scheduled, members
 
 
@@ -19,9 +20,19 @@ def find_run(name: str, session: Session, *, or_sweep: bool = False) -> Path:
 
     `or_sweep`: or what the members of a sweep share, which a scheduler has as one job.
     """
-    for path in (session.cwd / name, session.cwd / "runs" / name):
-        if is_run(path):
-            return path
+    places = list(dict.fromkeys((session.cwd / name, session.cwd / "runs" / name)))  # an absolute path is one place
+    for path in places:
+        try:
+            if is_run(path):
+                next(path.iterdir())
+                return path
+        except PermissionError as error:
+            raise ConfigError(
+                "you may not read this run",
+                where=str(path),
+                why=f"it belongs to {_owner(path)}: {error.strerror}",
+                fix="ask its owner to let you read it: chmod -R g+rX",
+            ) from error
         if (runs := members(path)) and not (or_sweep and is_scheduled(path)):
             raise ConfigError(
                 f"{name} is a sweep of {counted(len(runs), 'run')}",
@@ -37,9 +48,22 @@ def find_run(name: str, session: Session, *, or_sweep: bool = False) -> Path:
     raise ConfigError(
         f"there is no run {name!r}",
         where="RUN",
-        why=f"looked for {session.cwd / name} and {folder / name}",
+        why="; ".join(_why_no_run(path) for path in places),
         fix=f"did you mean {near!r}?" if near else "`fairlead runs DIR` lists the runs of a folder",
     )
+
+
+def _why_no_run(path: Path) -> str:
+    return f"{path} is no run: it has no {FINGERPRINT_FILE}" if path.is_dir() else f"there is no {path}"
+
+
+def _owner(path: Path) -> str:
+    for place in (path, *path.parents):
+        try:
+            return place.owner()
+        except (OSError, KeyError):  # its folder may not be read either; or a user without a name
+            continue
+    return "another user"
 
 
 def summary(run: RunState) -> dict[str, Any]:
