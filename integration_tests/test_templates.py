@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -39,8 +40,11 @@ EXAMPLES = {  # the names of an axis's worked example, its project, and its file
 
 
 def new(folder: Path, *words: str) -> None:
-    # Without the examples: their names are taken where they are installed.
-    assert main(["new", *words], plugins=PluginManager(), environ={}, cwd=folder) == 0
+    # Without the examples: their names are taken where they are installed, or another test has imported them.
+    places = [place for place in sys.path if str(PLUGINS) not in place]
+    modules = {name: one for name, one in sys.modules.items() if str(PLUGINS) not in str(getattr(one, "__file__", ""))}
+    with mock.patch.object(sys, "path", places), mock.patch.object(sys, "modules", modules):
+        assert main(["new", *words], plugins=PluginManager(), environ={}, cwd=folder) == 0
 
 
 @pytest.mark.parametrize("axis", AXES)
