@@ -37,6 +37,7 @@ CODES: Final[dict[str, str]] = {
     "environment-tie": "Two environments claim this process with equal right.",
     "environment-unclaimed": "The environment was named in the config, but nothing on this machine shows it.",
     "gradient-not-finite": "A gradient of a training step is infinite or NaN, although the loss is finite.",
+    "hang": "Ranks of a run wait for others that do not get on.",
     "interval-never-comes": "A callback's, a validation's or a schedule's interval is longer than the training.",
     "launch-mismatch": "The launcher started another number of processes or nodes than the config asks for.",
     "logging-slow": "Callbacks, loggers and the loop's own code take a large share of each step.",
