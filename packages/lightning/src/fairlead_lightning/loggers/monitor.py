@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_distributed.info import get_rank
 from fairlead_runs.monitoring import Reading, RunMetrics
 
 
@@ -38,6 +37,8 @@ class Monitor(ABC):
     @property
     def experiment(self) -> RunMetrics | None:
         """The run's metrics, which are shown from now on; None on other ranks than 0."""
+        from fairlead_distributed.info import get_rank  # not there with the extra `check`, which loads this plugin
+
         if self._metrics is None and get_rank() == 0 and _lightnings_rank() == 0:
             self._metrics = RunMetrics(self._path, self.name)
             self._begin()
