@@ -303,9 +303,19 @@ class Run(OpenRun):
             lambda: next((one.loader for one in self._sources.values()), None),
             self.say,
         )
+        times = session.times
+        if times is None:
+            return
+        at = times.at
+
+        def begins(*_: Any) -> None:
+            at("optimizer")
+
+        def is_over(*_: Any) -> None:
+            at("compute")
+
         for optimizer in self._registry.optimizers().values():
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: session.at("optimizer")))
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: session.at("compute")))
+            self._hooks += [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(is_over)]
 
     # -- in the loop
 
