@@ -23,7 +23,7 @@ RATIOS = {
     },
     "startup": {"import_vs_deps", "check_vs_lightning_import", "ranks4_vs_rank1", "run_vs_torch_import"},
     "run": {"run_vs_loop", "run_vs_loop_two_ranks"},
-    "step": {"trainer_vs_lightning", "trainer_vs_loop"},
+    "step": {"step_times_of_a_step", "trainer_vs_lightning", "trainer_vs_loop"},
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
     "recovery": {"first_restart_share", "seconds_beyond_load", "median_vs_torchrun"},

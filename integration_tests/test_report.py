@@ -22,6 +22,7 @@ CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None and not os.environ.get("CI"), reason="needs a browser (Debian: chromium)"
 )
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "see-a-run.md"
 SCREEN, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 800}
 
 
@@ -104,6 +105,23 @@ def test_two_runs_are_compared(browser: Any, runs: Path) -> None:
     if folder := os.environ.get("FAIRLEAD_SCREENSHOTS"):
         page.screenshot(path=f"{folder}/both.png", full_page=True)
     page.close()
+
+
+def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs/digits", steps=300, ranks=2)
+    make_run(tmp_path / "runs/digits-2", steps=300, ranks=2, lr=0.2)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    assert len(commands) == 4
+    for command in commands:
+        words = [sys.executable, "-m", *command.split()]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.stderr)
+    assert (tmp_path / "runs/digits/report.html").exists()
+    assert (tmp_path / "compared.html").exists()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    shown = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(shown.stdout.split()[0]) == goodput(tmp_path / "runs/digits").share
 
 
 @pytest.mark.full

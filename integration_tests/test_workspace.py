@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 EXTRAS = (
     "check torch huggingface lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine "
-    "remote wandb tensorboard mlflow prometheus otel plot report all"
+    "remote wandb tensorboard mlflow onnx prometheus otel new report all"
 )
 
 
@@ -126,7 +126,7 @@ def test_a_clone_installs_its_own_packages(extra: str) -> None:
     assert all(str(line.url).partition("?")[0] == packages[name][0].as_uri() for name, line in found.items())
     assert found["fairlead"].extras == ({extra} if extra else set())
     assert ("fairlead-runs" in found) == bool(extra)
-    assert ("fairlead-distributed" in found) == (extra not in {"", "check", "report"})  # it requires torch
+    assert ("fairlead-distributed" in found) == (extra not in {"", "check", "new", "report"})  # it requires torch
 
 
 def test_ci_runs_the_command_that_the_readme_gives() -> None:

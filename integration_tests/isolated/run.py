@@ -275,11 +275,21 @@ def _use_page(bin_: Path, folder: Path, page: str, *words: str) -> None:
         raise PromiseError(f"the script of {page} says:\n{said.stdout}{again.stdout}")
 
 
+def use_new(bin_: Path, work: Path, extra: str) -> None:
+    """A plugin and a job are made, without torch; the job is right."""
+    run(bin_ / "fairlead", "new", "plugin", "mine", "--axis", "logger", cwd=work)
+    run(bin_ / "fairlead", "new", "job", "first", cwd=work)
+    run(bin_ / "fairlead", "check", "first/job.yaml", cwd=work)
+    if not list(work.glob("fairlead-mine/src/fairlead_mine/mine.py")):
+        raise PromiseError("fairlead new plugin made no module")
+
+
 USES: dict[str, Callable[[Path, Path, str], None]] = {
     "": use_core,
     "check": use_check,
     "torch": use_loop,
     "huggingface": use_hugging_face,
+    "new": use_new,
 }
 
 

@@ -50,7 +50,7 @@ def test_configs_and_plugins_import_neither_torch_nor_lightning() -> None:
         for point in importlib.metadata.entry_points(group="fairlead")
         if point.value.startswith("fairlead_checkpoint_io.")
     ]
-    assert len(modules) == 6
+    assert len(modules) == 7
     code = f"import sys, {', '.join(modules)}\n"
     code += "print([m for m in ('torch', 'lightning', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -21,6 +21,7 @@ CODES: Final[dict[str, str]] = {
     "axis-set-twice": "One axis is set in two places, as in `precision` and in `plugins`.",
     "batch-policy": "The world size changed on resume and `trainer.batch_policy` does not say what stays constant.",
     "capability": "Two choices do not work together; the capability table gives the reason.",
+    "checkpoint-interval": "The run saves far too seldom, or too often, for how often it fails.",
     "class-not-callable": "A `class:` names something that cannot be called.",
     "class-not-found": "A module exists, but has no such class or function.",
     "class-syntax": "A module of the user's does not parse.",

@@ -18,6 +18,7 @@ from typing import Final
 from fairlead.cli.session import Session
 from fairlead.findings import Finding
 from fairlead_runs import Beat, RunState, state
+from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.commands.facts import headline, in_words
 from fairlead_runs.commands.status import find_stuck, stuck_line
 from fairlead_runs.commands.texts import ago, table
@@ -50,6 +51,7 @@ ROWS: Final[Mapping[str, str]] = {
     "logging-slow": "the device waits between two steps",
     "saving-slow": "saving takes a large part of the time",
     "lost-work": "failures cost a large part of the time",
+    "checkpoint-interval": "failures cost a large part of the time",
     "stop-waits": "a stop waits long for the end of a step",
     "not-running": "it ended, and nobody knows why",
     "no-steps": "ranks do not arrive",
@@ -239,6 +241,8 @@ def _costs(run: RunState) -> Iterator[Diagnosis]:
     total = went.total_s
     if not total:
         return
+    if (interval := interval_finding(run.path, went)) is not None:
+        yield _of_finding(interval)
     saving, lost = went.seconds.get(SAVING, 0.0), went.seconds.get(LOST, 0.0)
     if saving > _LARGE * total:
         yield Diagnosis(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from fairlead_runs.states import is_run
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights.safetensors"
 _STATE: Final = "state.ckpt"
+_STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
+"""Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,19 @@ def job_file(path: Path) -> Path:
         why="it is in no run directory of Fairlead's, nor a folder of `fairlead checkpoint export`",
         fix="name the run directory or a checkpoint in it; or give the job file: fairlead fit JOB --resume PATH",
     )
+
+
+def refuse_stand_ins(job: JobConfig, *, fix: str) -> None:
+    """Raises a `CheckpointError` for a job that a script described, of whose arguments some are known by type only."""
+    for where, spec in (("model", job.model), ("data", job.data)):
+        for path, text in leaves(spec.args, f"{where}.args") if spec is not None else ():
+            if isinstance(text, str) and _STAND_IN.fullmatch(text):
+                raise CheckpointError(
+                    "the checkpoint's job cannot be built again",
+                    where=f"{path}: {text}",
+                    why="the run was started from Python, and this argument is no plain data: only its type is known",
+                    fix=fix,
+                )
 
 
 def _checkpoint(path: Path, run: Path) -> Path | None:

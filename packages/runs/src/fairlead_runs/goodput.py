@@ -13,7 +13,7 @@ from fairlead_runs.heartbeat import read_heartbeats
 from fairlead_runs.history import read_history
 from fairlead_runs.states import HISTORY_FILE
 from fairlead_runs.step_times import FIRST_STEP, STEP_PARTS, RankTimes, read_times
-from fairlead_runs.submitted import newest
+from fairlead_runs.submitted import submitted_at
 
 QUEUE: Final = "queue"
 START_UP: Final = "start-up"
@@ -210,14 +210,8 @@ def _lose(seconds: dict[str, float], share: float, lost: float) -> None:
 
 def _queued(run: Path, first: StartTimes) -> float:
     """Seconds from the submission to the first start; 0 where it was not submitted with `fairlead submit`."""
-    record = newest(run)
-    if record is None:
-        return 0.0
-    try:
-        submitted = datetime.datetime.fromisoformat(str(record["submitted"])).timestamp()
-    except ValueError:
-        return 0.0
-    return max(0.0, first.began - submitted) if submitted < first.began else 0.0
+    submitted = submitted_at(run)
+    return max(0.0, first.began - submitted) if submitted is not None else 0.0
 
 
 def event_time(event: Mapping[str, Any]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,17 @@ def numbers(run: Path) -> list[int]:
         return sorted(int(one.name) for one in (run / SUBMISSIONS).iterdir() if one.name.isdecimal())
     except OSError:
         return []
+
+
+def submitted_at(run: Path) -> float | None:
+    """When a run was submitted first, in seconds since the epoch; None: it was not, or nobody can tell."""
+    for number in numbers(run):
+        try:
+            data = json.loads((run / SUBMISSIONS / str(number) / "submission.json").read_text(encoding="utf-8"))
+            return datetime.datetime.fromisoformat(data["submitted"]).timestamp()
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it was refused
+    return None
 
 
 def newest(folder: Path) -> Mapping[str, Any] | None:

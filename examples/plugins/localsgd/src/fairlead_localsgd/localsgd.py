@@ -1,4 +1,4 @@
-"""Local SGD: the settings, and what this plugin contributes."""
+"""A strategy that averages weights: the settings, and what this plugin contributes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LocalSGDStrategyConfig(StrategyConfigBase):
 
 
 class LocalSGD(StrategyPlugin):
-    """Local SGD."""
+    """Averages weights instead of gradients."""
 
     config = LocalSGDStrategyConfig
     runtime = "fairlead_localsgd.localsgd_runtime:build"

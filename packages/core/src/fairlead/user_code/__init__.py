@@ -11,7 +11,7 @@ it, and its import takes 47 ms, that of `ast` 5.
 
 from __future__ import annotations
 
-from fairlead.user_code.build import import_callable, instantiate
+from fairlead.user_code.build import import_callable, instantiate, user_error, user_frames
 from fairlead.user_code.check import check_spec
 from fairlead.user_code.lookup import CallableInfo, Problem, find_callable
 from fairlead.user_code.roots import CodeRoot, activate, code_root
@@ -26,4 +26,6 @@ __all__ = [
     "find_callable",
     "import_callable",
     "instantiate",
+    "user_error",
+    "user_frames",
 ]

@@ -116,13 +116,21 @@ def _value(value: object, root: CodeRoot, path: tuple[str | int, ...]) -> object
 
 
 def _fail(what: str, error: BaseException, root: CodeRoot, where: str | None) -> NoReturn:
+    raise user_error(what, error, root, where=where) from error
+
+
+def user_error(
+    what: str, error: BaseException, root: CodeRoot, *, where: str | None, fix: str | None = None
+) -> UserCodeError:
+    """What user code has raised as an error of ours, with the user's own frames."""
     # The exception's own text may span lines or even raise: format_exception_only copes with both.
     text = traceback.format_exception_only(error)
-    raise UserCodeError(what, where=where, why="".join([*_frames(error, root), *text]).rstrip()) from error
+    frames = traceback.format_list(user_frames(error, root))
+    return UserCodeError(what, where=where, why="".join([*frames, *text]).rstrip(), fix=fix)
 
 
-def _frames(error: BaseException, root: CodeRoot) -> list[str]:
-    """The user's own frames; where there are none, those of the library that raised."""
+def user_frames(error: BaseException, root: CodeRoot) -> list[traceback.FrameSummary]:
+    """The user's own frames in an error's traceback; where there are none, those of the library that raised."""
     stack = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -130,4 +138,4 @@ def _frames(error: BaseException, root: CodeRoot) -> list[str]:
     ]
     folders = tuple(f"{folder}{os.sep}" for folder in root.folders)
     users = [f for f in stack if f.filename.startswith(folders) and "site-packages" not in f.filename]
-    return traceback.format_list(users or stack)
+    return users or stack

@@ -12,6 +12,7 @@ from fairlead.exactness.recorded import Recorded, last_record, sentence
 from fairlead.findings import Finding
 from fairlead_diagnostics.run_report.curves import Clock, Curve, read_curves
 from fairlead_runs import RunState, read_history, state
+from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.goodput import Goodput, event_time, goodput
 from fairlead_runs.step_findings import step_findings
 from fairlead_runs.step_times import read_series
@@ -92,13 +93,14 @@ def read_content(path: Path, runs: int = 1) -> RunContent:
     starts = path / "starts"
     last = max((int(one.name) for one in starts.glob("*") if one.name.isdecimal()), default=0)
     measured = next((start.ranks for start in reversed(went.starts) if list(step_findings(start.ranks))), ())
+    interval = interval_finding(path, went)
     return RunContent(
         run=state(path),
         goodput=went,
         moments=_moments(events),
         curves=read_curves(path / "metrics.csv", runs),
         clock=Clock(_marks(path, events, went)),
-        findings=list(step_findings(measured)),
+        findings=[*step_findings(measured), *([interval] if interval is not None else [])],
         settings=_json(starts / str(last) / "resolution.json"),
         provenance=_json(starts / str(last) / "provenance.json"),
         exactness=last_record(path),

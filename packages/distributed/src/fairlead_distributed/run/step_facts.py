@@ -17,7 +17,7 @@ from fairlead_runs.step_times import STEP_PARTS, RankTimes, StepTimes
 
 _SAMPLED: Final = 50
 """Of how many steps one is timed on the device."""
-_FIRST_SAID_S: Final = 60.0
+_FIRST_SAID_S: Final = 20.0
 """Seconds in steps after which a slow training is explained, once."""
 
 

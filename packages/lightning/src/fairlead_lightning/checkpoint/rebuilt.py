@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import lightning.pytorch as L
 
 from fairlead.config import ClassSpec, JobConfig
-from fairlead.errors import CheckpointError, UserCodeError
+from fairlead.errors import UserCodeError
 from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot, activate, instantiate
 from fairlead_distributed.run.loading import load_weights
 from fairlead_lightning import compat
 from fairlead_runs.batch_size import for_each_rank
-from fairlead_runs.fingerprints import leaves
-
-_STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
-"""Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
+from fairlead_runs.checkpoint_job import refuse_stand_ins
 
 
 @dataclass
@@ -38,16 +34,9 @@ def rebuild(
 ) -> Rebuilt:
     """Builds a job's model and data, and loads a file of safetensors into the model where `weights` names one."""
     activate(root)
-    for where, spec in (("model", job.model), ("data", job.data)):
-        for path, text in leaves(spec.args, f"{where}.args") if spec is not None else ():
-            if isinstance(text, str) and _STAND_IN.fullmatch(text):
-                raise CheckpointError(
-                    "the checkpoint's job cannot be built again",
-                    where=f"{path}: {text}",
-                    why="the run was started from Python, and this argument is no plain data: only its type is known",
-                    fix="build the objects as your script does, and name the checkpoint: "
-                    "trainer.fit(model, ckpt_path=...)",
-                )
+    refuse_stand_ins(
+        job, fix="build the objects as your script does, and name the checkpoint: trainer.fit(model, ckpt_path=...)"
+    )
     job = for_each_rank(job, resolution)
     model = cast("L.LightningModule", build_user_object(job.model, root, "model", L.LightningModule))
     data = build_user_object(job.data, root, "data", L.LightningDataModule) if job.data is not None else None

@@ -1,0 +1,1 @@
+"""A trained model as a file that runs without its code: `fairlead export`."""
