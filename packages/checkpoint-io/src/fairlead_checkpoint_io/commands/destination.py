@@ -38,7 +38,7 @@ def prepare_target(target: Path, *sources: Path, session: Session, overwrite: bo
     for source in (path.resolve() for path in sources):
         if resolved == source or resolved.is_relative_to(source) or source.is_relative_to(resolved):
             raise ConfigError(
-                "the destination is, holds, or lies inside what is read",
+                "the output would overwrite what is read, or lies inside it",
                 where=f"{where}: {target}",
                 why=f"{source} is read",
                 fix="name another one",

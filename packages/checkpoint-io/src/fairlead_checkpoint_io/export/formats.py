@@ -215,24 +215,31 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
     """
     interface = export.interface
     batches = (2, 1, 3) if any(interface.batched) else ()
-    inputs = [interface.sample_of(rows) for rows in batches or (2,)]
-    expected = [interface.run(one) for one in inputs]  # before a file of weights is loaded into the model
-    for one, other in zip(interface.run(inputs[0]), expected[0], strict=True):
+    inputs = [(f"a batch of {rows}" if batches else "the sample", interface.sample_of(rows)) for rows in batches or (2,)]
+    expected = [interface.run(one) for _, one in inputs]  # before a file of weights is loaded into the model
+    for one, other in zip(interface.run(inputs[0][1]), expected[0], strict=True):
         if _difference(one, other)[0] > tolerance:
             what = "the model gives other outputs in each call, in Python: nothing can be compared"
             raise RunFailedError(what, where="forward", fix="have it draw no random numbers in evaluation mode")
+    for what, given in interface.others():
+        try:
+            wanted = interface.run(given)
+        except Exception:  # noqa: S112 - the user's model refuses such values, in Python too
+            continue
+        if all(one.isfinite().all() for one in wanted):  # else formats differ in what they make of NaN
+            inputs.append((what, given))
+            expected.append(wanted)
     function, document = export.read(path)
     if document != export.document:
         raise RunFailedError("the file does not hold what was embedded", where=str(path))
     largest, name = 0.0, interface.outputs[0].name
-    for number, (given, wanted) in enumerate(zip(inputs, expected, strict=True)):
-        where = f"a batch of {batches[number]}" if batches else "the sample"
+    for (where, given), wanted in zip(inputs, expected, strict=True):
         try:
             with torch.no_grad():
                 found = function(given)
         except Exception as error:  # onnxruntime and TorchScript have errors of their own
             why = str(error).strip().splitlines()[-1]
-            raise _refused(export, "the exported model cannot run another batch size", where, why) from error
+            raise _refused(export, f"the exported model cannot run {where}", where, why) from error
         for value, one, other in zip(interface.outputs, found, wanted, strict=True):
             if one.shape != other.shape or one.dtype != other.dtype:
                 why = f"{value.name}: {list(one.shape)} {one.dtype}, in Python {list(other.shape)} {other.dtype}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -91,6 +91,12 @@ class Interface:
         """The sample input with another number of rows."""
         return [_resized(one, rows) if has else one for one, has in zip(self.sample, self.batched, strict=True)]
 
+    def others(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """The sample with other values, which may take another branch."""
+        yield "the sample negated", [-one if one.is_floating_point() else one for one in self.sample]
+        pairs = zip(self.sample, self.batched, strict=True)
+        yield "the sample's rows reversed", [one.flip(0) if has else one for one, has in pairs]
+
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What the module gives, in Python."""
         with torch.no_grad():
@@ -169,8 +175,9 @@ def _named(kind: str, asked: Mapping[str, str | None], own: list[str]) -> list[s
         return own
     names = [name.strip() for name in text.split(",")]
     if len(names) != len(own) or len(set(names)) < len(names) or not all(names):
-        why = f"it has, in this order: {', '.join(own)}"
-        raise ConfigError(f"these are not {len(own)} different names", where=f"--{kind} {text}", why=why)
+        few = f"1 name: the model's only {kind[:-1]} is {own[0]}"
+        need = few if len(own) == 1 else f"{len(own)} different names, for {', '.join(own)}"
+        raise ConfigError(f"--{kind} needs {need}", where=f"--{kind} {text}")
     return names
 
 
