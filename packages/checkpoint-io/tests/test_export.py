@@ -46,7 +46,7 @@ class Several(nn.Module):
 
     def forward(self, x, side, *, table, twice=False):
         y = self.net(x) * (2 if twice else 1) + side["bias"] @ table
-        return {"y": y, "parts": (y[:, :1], None, y.argmax(dim=1))}
+        return {"y": y, "parts": (y[:, :1], None, y.argmax(dim=1)), "unit": "K"}
 
 
 class Branch(nn.Module):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 from tiny_job import Data, Line, fit, loader, make_trainer, plain, samples
 
 from fairlead import Fairlead, Run, TrainerConfig, fabric

@@ -87,7 +87,8 @@ def load_job(
     """Reads YAML files, of which a later one replaces what those before it say; or `module:object`.
 
     The object is a `JobConfig` or a function that returns one. `environ` is what `${env:NAME}` reads.
-    `recorded_code`: where a run has found its code, which only a `run.code` of the overrides replaces. `ConfigError`: nothing can be read. Mistakes in the content are findings of the result.
+    `recorded_code`: where a run has found its code, which only a `run.code` of the overrides replaces.
+    `ConfigError`: nothing can be read. Mistakes in the content are findings of the result.
     """
     sources = [source] if isinstance(source, str) else list(source)
     parsed = [parse_override(text) for text in overrides]

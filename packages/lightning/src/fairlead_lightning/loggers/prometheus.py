@@ -28,7 +28,8 @@ class PrometheusLoggerConfig(LoggerConfigBase):
     host: str = ""
     """The address to listen on, as 127.0.0.1; empty: all of the node's. Whoever reaches it can read the metrics."""
     targets: str | None = None
-    """A folder, made if need be, for the same address as `fairlead-<run>.json`, while the run trains: a server finds all runs in it."""
+    """A folder, made if need be, for the same address as `fairlead-<run>.json`, while the run trains: a server finds
+    all runs in it."""
     textfile: str | None = None
     """The folder of the node exporter's text collector (`--collector.textfile.directory`), for a file
     `fairlead-<run>.prom`."""
