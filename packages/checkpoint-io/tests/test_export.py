@@ -272,6 +272,7 @@ def test_several_inputs_and_nested_outputs(nets: Nets, to: str) -> None:
     given = function(x, bias, table)
     torch.testing.assert_close(given, (wanted["y"], wanted["parts"][0], wanted["parts"][2]), rtol=1e-5, atol=1e-6)
     assert said["output"] in {"y", "parts.0"}
+    assert "unit is a str, not a tensor: the file does not return it" in said["notes"]
 
 
 def test_safetensors_hold_the_weights_and_the_document(nets: Nets) -> None:

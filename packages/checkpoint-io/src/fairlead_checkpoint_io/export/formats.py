@@ -215,7 +215,8 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
     """
     interface = export.interface
     batches = (2, 1, 3) if any(interface.batched) else ()
-    inputs = [(f"a batch of {rows}", interface.sample_of(rows)) for rows in batches] or [("the sample", interface.sample)]
+    inputs = [(f"a batch of {rows}", interface.sample_of(rows)) for rows in batches]
+    inputs = inputs or [("the sample", interface.sample)]
     expected = [interface.run(one) for _, one in inputs]  # before a file of weights is loaded into the model
     for one, other in zip(interface.run(inputs[0][1]), expected[0], strict=True):
         if _difference(one, other)[0] > tolerance:
