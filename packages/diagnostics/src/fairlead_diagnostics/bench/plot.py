@@ -54,7 +54,7 @@ def plot(file: Path, lines: Sequence[Line], *, title: str, x: str, y: str, log: 
     """
     import vl_convert
 
-    values = [
+    values: list[dict[str, Any]] = [
         {"x": at, "y": value, "line": one.label, "dashes": one.dashes}
         for one in lines
         for at, value in zip(one.x, one.y, strict=True)
