@@ -105,6 +105,11 @@ class Half(torch.autograd.Function):
         return grad
 
 
+class Roots(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
+
+
 class OfPython(nn.Module):
     def forward(self, x):
         return Half.apply(x)
@@ -439,6 +444,12 @@ def test_an_exported_model_can_be_differentiated(nets: Nets, to: str) -> None:
     x = torch.rand(3, 5, 8, requires_grad=True)
     gradients = [torch.autograd.grad(one(x).square().sum(), x)[0] for one in (function, model)]
     torch.testing.assert_close(*gradients)
+
+
+def test_values_outside_of_a_models_range_are_not_compared(nets: Nets) -> None:
+    nets.make("Roots", torch.rand(2, 3))
+    said = nets.export("Roots", "torchscript")
+    assert said["notes"] == ["not compared with the sample negated: in Python the outputs are not finite"]
 
 
 def test_a_model_that_draws_numbers_cannot_be_compared(nets: Nets) -> None:

@@ -222,14 +222,18 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
         if _difference(one, other)[0] > tolerance:
             what = "the model gives other outputs in each call, in Python: nothing can be compared"
             raise RunFailedError(what, where="forward", fix="have it draw no random numbers in evaluation mode")
+    left_out = list(interface.left_out)
     for what, given in interface.others():
         try:
             wanted = interface.run(given)
-        except Exception:
+        except Exception as error:  # the user's model may refuse such values, in Python too
+            left_out.append(f"not compared with {what}: in Python the model raises {type(error).__name__}")
             continue
-        if all(one.isfinite().all() for one in wanted):  # else formats differ in what they make of NaN
+        if all(one.isfinite().all() for one in wanted):
             inputs.append((what, given))
             expected.append(wanted)
+        else:  # formats differ in what they make of NaN
+            left_out.append(f"not compared with {what}: in Python the outputs are not finite")
     function, document = export.read(path)
     if document != export.document:
         raise RunFailedError("the file does not hold what was embedded", where=str(path))
@@ -254,7 +258,7 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
     notes = [note for note in export.notes if export.is_users(note.partition(":")[0])]
     if others := [note for note in export.notes if note not in notes]:
         notes.append(f"the same at {len(others)} lines of libraries, the first is {others[0]}")
-    notes += interface.left_out
+    notes += left_out
     return {"difference": largest, "output": name, "batches": list(batches), "notes": notes}
 
 
