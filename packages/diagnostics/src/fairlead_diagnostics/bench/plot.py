@@ -39,8 +39,8 @@ def plot_file(name: str, cwd: Path) -> Path:
             fix=f"--plot {file.stem}.svg",
         )
     if not os.access(file.parent, os.W_OK):
-        what = "cannot be written into" if file.parent.exists() else "there is no folder"
-        raise ConfigError(f"{what} {file.parent}", where=f"--plot {name}", fix="name a folder that there is")
+        what = "nothing can be written into" if file.parent.exists() else "there is no folder"
+        raise ConfigError(f"{what} {file.parent}", where=f"--plot {name}", fix="name another folder")
     if find_spec("vl_convert") is None:
         raise MissingDependencyError("a plot needs vl-convert-python", where="--plot", fix=install_line("report"))
     return file
