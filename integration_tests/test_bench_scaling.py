@@ -44,7 +44,7 @@ def test_a_record_of_two_workers_and_an_efficiency_that_is_required(
     with pytest.raises(RunFailedError) as raised:
         validate_scaling(file, workers=(1, 2), at_least=9.0, rounds=1, steps=4, cwd=tmp_path)
     assert "2 workers reach" in raised.value.what
-    assert "900% is asked for" in raised.value.what
+    assert "efficiency, and 900% is asked for" in raised.value.what
     shown = capsys.readouterr().out
     for words in ("Model: Model (20 parameters)", "Batch Size: 8 (total across all workers)", "s/epoch", "efficiency"):
         assert words in shown, shown

@@ -114,6 +114,7 @@ def test_what_cannot_be_trained_is_told_and_left_out(tmp_path: Path) -> None:
     done = fairlead(*words, cwd=tmp_path, environ={"FAIL": "one"})
     assert done.code == 1, done.text
     assert "no luck with two" in done.err
+    assert "to which the others are compared, failed" in done.err
     assert done.out == ""
 
 

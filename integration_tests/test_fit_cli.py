@@ -205,7 +205,7 @@ def test_run_code_names_the_folder_of_the_users_code(tmp_path: Path) -> None:
     assert lost.code == 2
     assert "mine" in lost.err
     assert "run.code" in lost.err or "looked in" in lost.err
-    found = fairlead("fit", str(moved), "--set", "run.code=../repo", cwd=tmp_path)
+    found = fairlead("fit", str(moved), "--set", "run.code=repo", cwd=tmp_path)
     assert found.code == 0, found.text
 
 

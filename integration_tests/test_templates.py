@@ -91,6 +91,9 @@ def test_a_new_job_trains(tmp_path: Path) -> None:
     losses = [float(one) for one in re.findall(r"val/loss (\S+) at step", done.text)]
     assert losses
     assert losses[-1] < 0.2
+    for words in ([], ["--set", "run.code=sine", "--overwrite"]):  # net.py is in neither the current folder nor the run
+        exported = fairlead("export", "runs/sine", "--to", "torchscript", *words, cwd=tmp_path)
+        assert exported.code == 0, exported.text
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ TEST_TOOLS = {"pytest", "hypothesis", "_pytest"}
 
 MODULES = {
     "mlflow_skinny": "mlflow",
+    "vl_convert_python": "vl_convert",
     "opentelemetry_sdk": "opentelemetry",
     "opentelemetry_exporter_otlp_proto_http": "opentelemetry",
 }

@@ -46,7 +46,7 @@ class Several(nn.Module):
 
     def forward(self, x, side, *, table, twice=False):
         y = self.net(x) * (2 if twice else 1) + side["bias"] @ table
-        return {"y": y, "parts": (y[:, :1], None, y.argmax(dim=1))}
+        return {"y": y, "parts": (y[:, :1], None, y.argmax(dim=1)), "unit": "K"}
 
 
 class Branch(nn.Module):
@@ -103,6 +103,11 @@ class Half(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
+
+
+class Roots(nn.Module):
+    def forward(self, x):
+        return x.sqrt()
 
 
 class OfPython(nn.Module):
@@ -272,6 +277,7 @@ def test_several_inputs_and_nested_outputs(nets: Nets, to: str) -> None:
     given = function(x, bias, table)
     torch.testing.assert_close(given, (wanted["y"], wanted["parts"][0], wanted["parts"][2]), rtol=1e-5, atol=1e-6)
     assert said["output"] in {"y", "parts.0"}
+    assert "unit is a str, not a tensor: the file does not return it" in said["notes"]
 
 
 def test_safetensors_hold_the_weights_and_the_document(nets: Nets) -> None:
@@ -380,7 +386,7 @@ def test_what_cannot_be_exported_is_named_with_its_line(
     ("name", "what", "text"),
     [
         ("Branch", "does not compute what Python's does", "if x.sum() > 4.0"),
-        ("Length", "cannot run another batch size", "rows = len(x)"),
+        ("Length", "cannot run a batch of 1", "rows = len(x)"),
     ],
 )
 def test_a_trace_that_took_a_value_for_constant_is_found(nets: Nets, name: str, what: str, text: str) -> None:
@@ -390,7 +396,11 @@ def test_a_trace_that_took_a_value_for_constant_is_found(nets: Nets, name: str, 
     assert nets.code == 1, nets.err
     assert what in nets.err
     assert nets.line(text) in nets.err
-    assert nets.export(name, "torchscript", "--fixed-batch")["batches"] == []
+    fixed = nets.export(name, "torchscript", "--fixed-batch")
+    if name == "Length":
+        assert fixed["batches"] == []
+    else:  # whatever the batch, the sample negated takes the other branch
+        assert "where: the sample negated" in nets.err
 
 
 @pytest.mark.parametrize("to", ALL)
@@ -407,14 +417,16 @@ def test_a_model_of_one_batch_size(nets: Nets, to: str) -> None:
 def test_names_and_constants_are_given_by_options(nets: Nets) -> None:
     nets.make("Plain", torch.rand(2, 3))
     (nets.folder / "constants.json").write_text('{"temperature": {"mean": 280}}')
+    (nets.folder / "nan.json").write_text('{"x": {"mean": NaN}}')
     constants = ("--constants", "constants.json")
     said = nets.export("Plain", "torchscript", "--inputs", "state", "--outputs", "temperature", *constants)
     assert [said["inputs"][0]["name"], said["outputs"][0]["name"]] == ["state", "temperature"]
     assert said["normalization"] == {"temperature": {"mean": 280}}
     for words, told in (
         (constants, "'temperature' is neither an input nor an output"),
-        (("--outputs", "a,b"), "these are not 1 different names"),
+        (("--outputs", "a,b"), "--outputs needs 1 name: the model's only output is output"),
         (("--outputs", "x"), "an input and an output are both named 'x'"),
+        (("--constants", "nan.json"), "constants must be finite"),
         (("--part", "nett"), "did you mean 'net'?"),
         (("--sample", "nets.py"), "the sample cannot be read"),
     ):
@@ -432,6 +444,12 @@ def test_an_exported_model_can_be_differentiated(nets: Nets, to: str) -> None:
     x = torch.rand(3, 5, 8, requires_grad=True)
     gradients = [torch.autograd.grad(one(x).square().sum(), x)[0] for one in (function, model)]
     torch.testing.assert_close(*gradients)
+
+
+def test_values_outside_of_a_models_range_are_not_compared(nets: Nets) -> None:
+    nets.make("Roots", torch.rand(2, 3))
+    said = nets.export("Roots", "torchscript")
+    assert said["notes"] == ["not compared with the sample negated: in Python the outputs are not finite"]
 
 
 def test_a_model_that_draws_numbers_cannot_be_compared(nets: Nets) -> None:

@@ -198,6 +198,10 @@ def test_paths_are_those_of_the_file_that_says_them(folder: Folder) -> None:
     cwd.mkdir()
     found = load_job("../mine/job.yaml", plugins=folder.plugins, cwd=cwd, environ={}).root.folders
     assert [place for place in found if place != cwd][-2:] == [folder.path / "mine", folder.path / "shared"]
+    here: dict[str, Any] = {"plugins": folder.plugins, "cwd": folder.path, "environ": {}}
+    assert load_job("mine/own.yaml", overrides=["run.code=shared"], **here).root.folders[0] == folder.path / "shared"
+    recorded = load_job("mine/own.yaml", recorded_code=[folder.path / "shared/code"], **here)
+    assert recorded.root.folders == (folder.path / "shared/code", folder.path)
 
 
 # -- what is refused

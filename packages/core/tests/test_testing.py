@@ -273,6 +273,8 @@ def test_a_good_plugin_passes_every_test(tmp_path: Path, fake_dist: Callable[...
         assert {test: outcome(suite, test, tmp_path) for test in names_of(suite)} == dict.fromkeys(
             names_of(suite), "passed"
         )
+    missing = type("Suite", (StrategyConformance,), {"plugin_name": "rings", **settings})
+    assert "pip install -e ." in outcome(missing, names_of(missing)[0], tmp_path)
 
 
 @pytest.mark.parametrize("heavy", ["torch", "lightning", "numpy"])

@@ -115,7 +115,13 @@ def test_under_a_launcher_its_ranks_measure(launcher: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("--collectives", "all_reduce,gossip"), "gossip"), (("--processes", "1"), "nobody to talk to")]
+    ("words", "said"),
+    [
+        (("--collectives", "all_reduce,gossip"), "gossip"),
+        (("--processes", "1"), "nobody to talk to"),
+        (("--plot", "x.foo"), "a plot cannot be a .foo"),
+        (("--plot", "none/x.svg"), "there is no folder"),
+    ],
 )
 def test_what_is_wrong_is_said(
     words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

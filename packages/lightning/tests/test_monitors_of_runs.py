@@ -17,6 +17,7 @@ import pytest
 import torch
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 from tiny_job import Data, Line, fit, loader, make_trainer, plain, samples
 
 from fairlead import Fairlead, Run, TrainerConfig, fabric
@@ -94,26 +95,46 @@ def test_prometheus_scrapes_a_training_and_its_resume(tmp_path: Path, capsys: py
 
     model = watched(run, 12)
     fit(tmp_path, model=model, max_epochs=2, loggers=loggers, checkpoint={"every_n_steps": 4})
-    assert "scraped at:" in capsys.readouterr().out
+    assert "  scraped:   http://" in capsys.readouterr().out
     found = model.found
     assert (found["fairlead_run_steps_total"], found["fairlead_run_restarts_total"]) == (12, 1)
     assert found["fairlead_run_samples_total"] == 48
 
 
-def test_a_port_that_is_taken_is_the_next_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_the_next_one_or_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with receiver() as (port, _):
-        fit(tmp_path, max_steps=1, loggers=[{"name": "prometheus", "port": port}])
+        monkeypatch.setattr("fairlead_lightning.loggers.prometheus_runtime._PORTS", range(port, port + 20))
+        fit(tmp_path, max_steps=1, loggers=[{"name": "prometheus", "targets": str(tmp_path / "new" / "targets")}])
+        assert (tmp_path / "new" / "targets").is_dir()
+        with pytest.raises(ConfigError, match=f"the port {port} of .* is in use"):
+            fit(tmp_path / "other", max_steps=1, loggers=[{"name": "prometheus", "port": port}])
     shown = re.search(r"Prometheus: http://\S+:(\d+)/metrics", capsys.readouterr().out)
     assert shown is not None
     assert int(shown[1]) > port
 
 
 @pytest.mark.parametrize(
-    ("fields", "what"), [({"host": "192.0.2.1"}, "cannot be served"), ({"textfile": "/no/such"}, "/no/such")]
+    ("fields", "what"),
+    [
+        ({"host": "192.0.2.1"}, "cannot be served"),
+        ({"textfile": "/no/such"}, "/no/such"),
+        ({"targets": "/proc/no/such"}, "cannot be written into /proc/no/such"),
+    ],
 )
 def test_what_cannot_be_shown_is_an_error_before_the_first_step(tmp_path: Path, fields: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         fit(tmp_path, max_steps=1, loggers=[{"name": "prometheus", "port": 0, **fields}])
+
+
+def test_settings_that_can_show_nothing() -> None:
+    for logger, what in (
+        ({"name": "prometheus", "port": None}, "shows nothing: no port and no textfile"),
+        ({"name": "otel", "endpoint": "localhost:4318"}, "must begin with http:// or https://"),
+    ):
+        with pytest.raises(ValidationError, match=what):
+            TrainerConfig.model_validate({"loggers": [logger]})
 
 
 def test_a_fabric_has_no_run_to_show() -> None:

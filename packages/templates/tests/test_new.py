@@ -73,6 +73,8 @@ def test_a_job(new: Run, tmp_path: Path) -> None:
     [
         (("plugin", "Mine", "--axis", "logger"), "'Mine' is no name"),
         (("plugin", "class", "--axis", "logger"), "'class' is no name"),
+        (("plugin", "class", "--axis", "logger"), "it is a Python keyword"),
+        (("plugin", "Foo-Bar", "--axis", "logger"), "as `foo_bar`"),
         (("plugin", "../x", "--axis", "logger"), "is no name"),
         (("plugin", "mine", "--axis", "logger", "--class-name", "mine"), "'mine' is no class's name"),
         (("plugin", "slurm", "--axis", "environment"), "there is a plugin environment.slurm"),

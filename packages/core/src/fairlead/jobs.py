@@ -82,10 +82,12 @@ def load_job(
     cwd: Path,
     environ: Mapping[str, str],
     overrides: Sequence[str] = (),
+    recorded_code: Sequence[Path] = (),
 ) -> LoadedJob:
     """Reads YAML files, of which a later one replaces what those before it say; or `module:object`.
 
     The object is a `JobConfig` or a function that returns one. `environ` is what `${env:NAME}` reads.
+    `recorded_code`: where a run has found its code, which only a `run.code` of the overrides replaces.
     `ConfigError`: nothing can be read. Mistakes in the content are findings of the result.
     """
     sources = [source] if isinstance(source, str) else list(source)
@@ -119,9 +121,11 @@ def load_job(
         return loaded
     run = loaded.data.get("run")
     code = _folders(run.get("code") if isinstance(run, dict) else None)
-    named_in = main if ("run", "code") in places else origins.file(("run", "code")).path
+    base = cwd if ("run", "code") in places else origins.file(("run", "code")).path.parent
+    if recorded_code and ("run", "code") not in places:
+        code = [*map(str, recorded_code), str(cwd)]
     beside = [file.path for file in reversed(origins.files)]
-    root = code_root(main, code=code, cwd=cwd, beside=beside, code_base=named_in.parent)
+    root = code_root(main, code=code, cwd=cwd, beside=beside, code_base=base)
     loaded = dataclasses.replace(loaded, root=root)
     name = "-".join(Path(one).stem for one in sources)
     return _validated(loaded, plugins, default_name=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,9 @@ def checkpoint_job(
     path = best_or_last(Path(os.path.abspath(cwd / path)))
     file = job_file(path)
     run = file.parent
-    loaded = load_job(str(file), plugins=plugins, cwd=cwd, environ=environ, overrides=overrides)
+    loaded = load_job(
+        str(file), plugins=plugins, cwd=cwd, environ=environ, overrides=overrides, recorded_code=_code(run)
+    )
     raise_errors(loaded.findings)
     assert loaded.job is not None
     if secret := next((where for where, text in leaves(loaded.data) if REDACTED in str(text)), None):
@@ -125,6 +128,13 @@ def refuse_stand_ins(job: JobConfig, *, fix: str) -> None:
                     why="the run was started from Python, and this argument is no plain data: only its type is known",
                     fix=fix,
                 )
+
+
+def _code(run: Path) -> list[Path]:
+    """The folders in which its last start found code, those that are there."""
+    starts = sorted(run.glob("starts/*/provenance.json"), key=lambda file: int(file.parent.name))
+    found = json.loads(starts[-1].read_bytes()) if starts else {}
+    return [folder for one in found.get("code", ()) if (folder := Path(one)).is_dir()]
 
 
 def _checkpoint(path: Path, run: Path) -> Path | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fairlead.interfaces import Job
 from fairlead.secret_names import is_secret_name
+from fairlead.user_code import user_folders
 from fairlead_runs.redaction import redact_argv, redact_text
 from fairlead_runs.submitted import submitted_code
 
@@ -63,6 +64,7 @@ def collect_provenance(
         "platform": platform.platform(),
         "host": platform.node(),
         "cwd": _cwd(),
+        "code": [str(folder) for folder in user_folders()],
         "argv": redact_argv(sys.argv if argv is None else argv),
         "packages": packages(importlib.metadata.distributions()),
         "git": submitted_code(environ) or git_state(code or Path(), environ),

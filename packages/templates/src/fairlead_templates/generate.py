@@ -27,7 +27,10 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     name, plugin = arguments.name, arguments.kind == "plugin"
     tag = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(tag):
-        raise ConfigError(f"{name!r} is no name", where="NAME", fix="small letters, digits and _, as `local_sgd`")
+        near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+        fix = f"as `{near}`" if _NAME.fullmatch(near) and not keyword.iskeyword(near) else "as `local_sgd`"
+        why = "it is a Python keyword" if keyword.iskeyword(tag) else None
+        raise ConfigError(f"{name!r} is no name", where="NAME", why=why, fix=f"small letters, digits and _, {fix}")
     folder = Path(session.cwd, arguments.output or (f"fairlead-{tag.replace('_', '-')}" if plugin else name))
     if os.path.lexists(folder):
         raise ConfigError("it exists already", where=str(folder), fix="give another name, or another folder: -o FOLDER")
@@ -74,4 +77,5 @@ def _copy(template: str, folder: Path, values: dict[str, Any]) -> None:
     try:
         copier.run_copy(str(_HERE / template), folder, data=values, defaults=True, overwrite=True, quiet=True)
     except OSError as error:
-        raise ConfigError("the folder cannot be written", where=str(folder), why=str(error)) from error
+        fix = "name another folder: -o FOLDER"
+        raise ConfigError("the folder cannot be written", where=str(folder), why=str(error), fix=fix) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -37,7 +38,7 @@ def prepare_target(target: Path, *sources: Path, session: Session, overwrite: bo
     for source in (path.resolve() for path in sources):
         if resolved == source or resolved.is_relative_to(source) or source.is_relative_to(resolved):
             raise ConfigError(
-                "the destination is, holds, or lies inside what is read",
+                "the output would overwrite what is read, or lies inside it",
                 where=f"{where}: {target}",
                 why=f"{source} is read",
                 fix="name another one",
@@ -80,7 +81,10 @@ def write_at_once(target: Path, write: Callable[[Path], object], *, folder: bool
             _sync(staged, system)
         replace_with(staged, target, system)
     except OSError as error:
-        raise disk_error(error, f"cannot write {target.name}", target) from error
+        failed = disk_error(error, f"cannot write {target.name}", target)
+        if error.errno == errno.ENOENT:  # as in /proc
+            failed.fix = "name another folder"
+        raise failed from error
     except (FairleadError, MemoryError):
         raise
     except Exception as error:  # torch and safetensors have errors of their own for a full disk

@@ -215,24 +215,36 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
     """
     interface = export.interface
     batches = (2, 1, 3) if any(interface.batched) else ()
-    inputs = [interface.sample_of(rows) for rows in batches or (2,)]
-    expected = [interface.run(one) for one in inputs]  # before a file of weights is loaded into the model
-    for one, other in zip(interface.run(inputs[0]), expected[0], strict=True):
+    inputs = [(f"a batch of {rows}", interface.sample_of(rows)) for rows in batches]
+    inputs = inputs or [("the sample", interface.sample)]
+    expected = [interface.run(one) for _, one in inputs]  # before a file of weights is loaded into the model
+    for one, other in zip(interface.run(inputs[0][1]), expected[0], strict=True):
         if _difference(one, other)[0] > tolerance:
             what = "the model gives other outputs in each call, in Python: nothing can be compared"
             raise RunFailedError(what, where="forward", fix="have it draw no random numbers in evaluation mode")
+    left_out = list(interface.left_out)
+    for what, given in interface.others():
+        try:
+            wanted = interface.run(given)
+        except Exception as error:  # the user's model may refuse such values, in Python too
+            left_out.append(f"not compared with {what}: in Python the model raises {type(error).__name__}")
+            continue
+        if all(one.isfinite().all() for one in wanted):
+            inputs.append((what, given))
+            expected.append(wanted)
+        else:  # formats differ in what they make of NaN
+            left_out.append(f"not compared with {what}: in Python the outputs are not finite")
     function, document = export.read(path)
     if document != export.document:
         raise RunFailedError("the file does not hold what was embedded", where=str(path))
     largest, name = 0.0, interface.outputs[0].name
-    for number, (given, wanted) in enumerate(zip(inputs, expected, strict=True)):
-        where = f"a batch of {batches[number]}" if batches else "the sample"
+    for (where, given), wanted in zip(inputs, expected, strict=True):
         try:
             with torch.no_grad():
                 found = function(given)
         except Exception as error:  # onnxruntime and TorchScript have errors of their own
             why = str(error).strip().splitlines()[-1]
-            raise _refused(export, "the exported model cannot run another batch size", where, why) from error
+            raise _refused(export, f"the exported model cannot run {where}", where, why) from error
         for value, one, other in zip(interface.outputs, found, wanted, strict=True):
             if one.shape != other.shape or one.dtype != other.dtype:
                 why = f"{value.name}: {list(one.shape)} {one.dtype}, in Python {list(other.shape)} {other.dtype}"
@@ -246,6 +258,7 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
     notes = [note for note in export.notes if export.is_users(note.partition(":")[0])]
     if others := [note for note in export.notes if note not in notes]:
         notes.append(f"the same at {len(others)} lines of libraries, the first is {others[0]}")
+    notes += left_out
     return {"difference": largest, "output": name, "batches": list(batches), "notes": notes}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -81,6 +81,8 @@ class Interface:
     sample: list[Tensor]
     inputs: list[Value]
     outputs: list[Value]
+    left_out: Sequence[str] = ()
+    """What else the model gives, a sentence for each."""
 
     @property
     def batched(self) -> list[bool]:
@@ -90,6 +92,12 @@ class Interface:
     def sample_of(self, rows: int) -> list[Tensor]:
         """The sample input with another number of rows."""
         return [_resized(one, rows) if has else one for one, has in zip(self.sample, self.batched, strict=True)]
+
+    def others(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """The sample with other values, which may take another branch."""
+        yield "the sample negated", [-one if one.is_floating_point() else one for one in self.sample]
+        pairs = zip(self.sample, self.batched, strict=True)
+        yield "the sample's rows reversed", [one.flip(0) if has else one for one, has in pairs]
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """What the module gives, in Python."""
@@ -122,7 +130,8 @@ def interface_of(
     sample = [_resized(one, 2) if has else one for one, has in zip(sample, batched, strict=True)]
     flat = Flat(part, call, list(tensors))
     given = _called(flat.original, sample, root, "the sample")
-    found = {_name(path, "output"): leaf for path, leaf in tree_flatten_with_path(given)[0] if isinstance(leaf, Tensor)}
+    outputs = {_name(path, "output"): leaf for path, leaf in tree_flatten_with_path(given)[0]}
+    found = {name: leaf for name, leaf in outputs.items() if isinstance(leaf, Tensor)}
     if not found:
         what = f"forward gives a {type(given).__name__}, in which torch knows of no tensor"
         raise ConfigError(what, where=type(part).__name__, fix="have it return tensors, in a tuple, list or dict")
@@ -136,7 +145,9 @@ def interface_of(
     ]
     # One that takes and gives what exporters do is left alone: its weights keep their names.
     plain = isinstance(given, Tensor) and len(call.args) == len(leaves) == len(tensors) and not call.kwargs
-    made = Interface(part, part if plain else flat, sample, takes, [])
+    others = {name: type(one).__name__ for name, one in outputs.items() if name not in found and one is not None}
+    left_out = [f"{name} is a {kind}, not a tensor: the file does not return it" for name, kind in others.items()]
+    made = Interface(part, part if plain else flat, sample, takes, [], left_out)
     larger = listed(_called(made.module, made.sample_of(3), root, "a batch of 3"))
     three = zip(of_outputs, found.values(), larger, strict=True)
     return replace(made, outputs=[Value(name, _sizes(two, more), _dtype(two)) for name, two, more in three])
@@ -169,8 +180,9 @@ def _named(kind: str, asked: Mapping[str, str | None], own: list[str]) -> list[s
         return own
     names = [name.strip() for name in text.split(",")]
     if len(names) != len(own) or len(set(names)) < len(names) or not all(names):
-        why = f"it has, in this order: {', '.join(own)}"
-        raise ConfigError(f"these are not {len(own)} different names", where=f"--{kind} {text}", why=why)
+        few = f"1 name: the model's only {kind[:-1]} is {own[0]}"
+        need = few if len(own) == 1 else f"{len(own)} different names, for {', '.join(own)}"
+        raise ConfigError(f"--{kind} needs {need}", where=f"--{kind} {text}")
     return names
 
 

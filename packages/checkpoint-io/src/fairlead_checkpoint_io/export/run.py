@@ -119,7 +119,8 @@ def _constants(
         try:
             found = json.loads(Path(session.cwd, arguments.constants).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError("the constants cannot be read", where=where, why=str(error)) from error
+            fix = 'name a file such as {"x": {"mean": [0.5], "std": [0.2]}}'
+            raise ConfigError("the constants cannot be read", where=where, why=str(error), fix=fix) from error
     for owner in (built.data, built.model) if built is not None and arguments.constants is None else ():
         if isinstance(own := getattr(owner, "normalization", None), Mapping):  # a layer may be called so
             where, found = f"{type(owner).__name__}.normalization", own
@@ -144,7 +145,9 @@ def _plain(value: Any, where: str) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
+        raise ConfigError("constants must be finite", where=where, why=f"the value is {value}") from error
+    except TypeError as error:
         raise ConfigError(f"a {type(value).__name__} cannot be embedded", where=where, why=str(error)) from error
     return value
 

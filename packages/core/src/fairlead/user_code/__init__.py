@@ -14,7 +14,7 @@ from __future__ import annotations
 from fairlead.user_code.build import import_callable, instantiate, user_error, user_frames
 from fairlead.user_code.check import check_spec
 from fairlead.user_code.lookup import CallableInfo, Problem, find_callable
-from fairlead.user_code.roots import CodeRoot, activate, code_root
+from fairlead.user_code.roots import CodeRoot, activate, code_root, user_folders
 
 __all__ = [
     "CallableInfo",
@@ -27,5 +27,6 @@ __all__ = [
     "import_callable",
     "instantiate",
     "user_error",
+    "user_folders",
     "user_frames",
 ]

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from fairlead.errors import ConfigError, did_you_mean, names_in
@@ -41,7 +42,7 @@ def code_root(
     beside: Sequence[Path] = (),
     code_base: Path | None = None,
 ) -> CodeRoot:
-    """Decides where user code is found: `run.code` is relative to the folder of the file that says it, `code_base`.
+    """Decides where user code is found: `run.code` is relative to `code_base`: the folder of the file that says it.
 
     In this order: `run.code` if it is given, else the nearest parent of the job file with a `pyproject.toml` or `.git`;
     the working directory and the job file's own folder, unless `run.code` is a list; each with its `src` folder if it
@@ -80,7 +81,7 @@ def _given(code: str, base: Path) -> Path:
     raise ConfigError(
         f"the folder {code!r} does not exist",
         where="run.code",
-        why=f"looked for {folder}; it is relative to the folder of the file that says it",
+        why=f"looked for {folder}; it is relative to the folder of the file that says it, in --set to the current one",
         fix=near and f"did you mean {Path(code).parent / near}?",
     )
 
@@ -119,3 +120,10 @@ def activate(root: CodeRoot) -> None:
     if sys.path != wanted + rest:
         sys.path[:] = wanted + rest
         importlib.invalidate_caches()
+
+
+def user_folders() -> list[Path]:
+    """The folders in which this process finds code before Python's own: those of `activate`, or a script's."""
+    library, scripts = os.path.dirname(sysconfig.get_path("stdlib")), script_folders()
+    own = (os.path.abspath(entry) for entry in takewhile(lambda entry: not entry.startswith(library), sys.path))
+    return [Path(entry) for entry in own if entry not in scripts and os.path.isdir(entry)]

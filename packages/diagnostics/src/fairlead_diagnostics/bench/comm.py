@@ -15,7 +15,7 @@ from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead_diagnostics.bench.bandwidth import BUS_FACTORS, gigabytes, parse_size, slow_links
 from fairlead_diagnostics.bench.layouts import aligned
-from fairlead_diagnostics.bench.plot import Line, plot
+from fairlead_diagnostics.bench.plot import Line, plot, plot_file
 from fairlead_runs.describe import counted
 
 
@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             where="--collectives",
             fix=f"name some of {', '.join(BUS_FACTORS)}",
         )
+    drawn = plot_file(arguments.plot, session.cwd) if arguments.plot is not None else None
     sizes = sorted({parse_size(text) for text in arguments.sizes.split(",")})
     asked = {
         "names": names,
@@ -41,16 +42,14 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if record is None:
         return 0
     slow = slow_links(record["pairs"])
-    if arguments.plot is not None:
-        _plot(record, session.cwd / arguments.plot)
     if arguments.json:
         found = [{"nodes": one.nodes, "bytes_per_s": one.bytes_per_s, "below_median": one.below} for one in slow]
         session.print_json({**record, "slow": found})
-        return 0
-    for line in report(record):
-        session.print(line)
-    for one in slow:
-        session.print(str(one))
+    else:
+        for line in (*report(record), *map(str, slow)):
+            session.print(line)
+    if drawn is not None:
+        _plot(record, drawn)
     return 0
 
 

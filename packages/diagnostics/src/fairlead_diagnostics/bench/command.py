@@ -78,7 +78,10 @@ def _comm(comm: argparse.ArgumentParser) -> None:
         type=_count,
         help="without a launcher: ranks to start here (default: the GPUs, or 2)",
     )
-    comm.add_argument("--sizes", metavar="S,S", default="1KiB,64KiB,1MiB,16MiB,64MiB", help="bytes of a message")
+    sizes = "1KiB,64KiB,1MiB,16MiB,64MiB"
+    comm.add_argument(
+        "--sizes", metavar="S,S", default=sizes, help=f"bytes of a message, as 512, 4KiB, 8M (default: {sizes})"
+    )
     comm.add_argument("--collectives", metavar="C,C", help="which to time (default: all)")
     comm.add_argument("--rounds", metavar="N", type=_count, default=5, help="how often to time each (default: 5)")
     comm.add_argument(

@@ -119,20 +119,20 @@ def advise(rows: Sequence[Row], *, batch_setting: str | None = None, strategy: s
     best = max(rest, key=lambda row: row.rate)
     median, low, high = best.against(base)
     stay = "stay with one process" if best.layout.processes > 1 else f"stay with {base.layout.threads} threads"
-    speed = f"{median:.2f} x the samples/s of {_words(base.layout)} [{low:.2f}, {high:.2f}]"
+    speed = f"{median:.2f} x the samples/s of {words(base.layout)} [{low:.2f}, {high:.2f}]"
     share = f"; {best.share:.0%} of its step is communication" if best.share is not None else ""
     if median <= 1:
-        text = f"{stay}: {_words(best.layout)}, the next best, reach{_s(best)} {speed}{share}"
+        text = f"{stay}: {words(best.layout)}, the next best, reach{_s(best)} {speed}{share}"
         return _advice(base, True, text, batch_setting, None)
     if len(base.rates) < LEAST_ROUNDS:
         few = counted(len(base.rates), "round")
-        text = f"{_words(best.layout)} reach{_s(best)} {speed}, and {few} cannot tell that from the noise"
+        text = f"{words(best.layout)} reach{_s(best)} {speed}, and {few} cannot tell that from the noise"
         return _advice(base, False, f"{stay} until more is known: {text}", batch_setting, None)
     if low <= 1 or median < LEAST_GAIN:
         why = "which is within the noise" if low <= 1 else f"which is not worth it below {LEAST_GAIN:.2f}"
-        text = f"{stay}: {_words(best.layout)} reach{_s(best)} {speed}, {why}{share}"
+        text = f"{stay}: {words(best.layout)} reach{_s(best)} {speed}, {why}{share}"
         return _advice(base, low > 1, text, batch_setting, None)
-    text = f"take {_words(best.layout)}: {speed}{share}"
+    text = f"take {words(best.layout)}: {speed}{share}"
     return _advice(best, True, text, batch_setting, strategy if best.layout.processes > 1 else None)
 
 
@@ -146,7 +146,8 @@ def _advice(row: Row, certain: bool, why: str, batch_setting: str | None, strate
     return Advice(row.layout, settings, certain, f"{why}. Write {written}")
 
 
-def _words(layout: Layout) -> str:
+def words(layout: Layout) -> str:
+    """`4 processes with 10 threads each`."""
     processes = "one process" if layout.processes == 1 else f"{layout.processes} processes"
     each = " each" if layout.processes > 1 else ""
     return f"{processes} with {counted(layout.threads, 'thread')}{each}"

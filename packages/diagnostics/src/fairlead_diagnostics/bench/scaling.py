@@ -15,7 +15,7 @@ from fairlead.errors import ConfigError, RunFailedError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_diagnostics.bench.cpus import usable_cpus
 from fairlead_diagnostics.bench.layouts import Layout, Row, aligned, number
-from fairlead_diagnostics.bench.plot import Line, plot
+from fairlead_diagnostics.bench.plot import Line, plot, plot_file
 from fairlead_diagnostics.bench.threads import Batch, batch_of_processes, load, measure_rows, new_row, refuse_ranks
 from fairlead_diagnostics.bench.trials import Steps, TrialFailedError, Trials
 from fairlead_runs.describe import counted
@@ -27,14 +27,15 @@ _KILLED_AT: Final = 6
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """Measures, prints a table; 1 where the largest number of workers is less efficient than is asked for."""
+    drawn = plot_file(arguments.plot, session.cwd) if arguments.plot is not None else None
     record = measure(arguments, session)
-    if arguments.plot is not None:
-        _plot(record, session.cwd / arguments.plot)
     if arguments.json:
         session.print_json(record)
     else:
         for line in report(record):
             session.print(line)
+    if drawn is not None:
+        _plot(record, drawn)
     return 0 if record["ok"] else 1
 
 
@@ -102,7 +103,8 @@ def validate_scaling(
         print(line)
     if not record["ok"]:
         last = record["workers"][-1]
-        reached = f"reach {last['efficiency']:.0%}" if last["failed"] is None else f"failed: {last['failed']}"
+        failed = last["failed"]
+        reached = f"reach {last['efficiency']:.0%} efficiency" if failed is None else f"failed: {failed}"
         raise RunFailedError(
             f"{counted(last['workers'], 'worker')} {reached}, and {at_least:.0%} is asked for",
             where=os.fspath(job),
@@ -279,7 +281,7 @@ _HEADS: Final = (
     "s/epoch",
     "samples/s",
     "speedup",
-    "lowest, highest",
+    "(lowest, highest)",
     "efficiency",
     "communication",
     "memory",

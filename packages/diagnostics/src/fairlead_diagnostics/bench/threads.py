@@ -19,7 +19,7 @@ from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_diagnostics.bench.cpus import CPUs, usable_cpus
-from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, number, table
+from fairlead_diagnostics.bench.layouts import Layout, Row, advise, layouts, number, table, words
 from fairlead_diagnostics.bench.trials import (
     Steps,
     TrialFailedError,
@@ -192,26 +192,31 @@ def measure_rows(rows: list[Row], trials: Trials, batch: Batch, arguments: argpa
     try:
         pilot = trials.run(base.layout, _PILOT, batch.settings(base))
     except TrialFailedError as error:
-        raise _nothing_to_compare(" ".join(arguments.job), str(error)) from None
+        raise _nothing_to_compare(base.layout, arguments, str(error)) from None
     wanted: int = arguments.steps or min(_MOST_STEPS, round(arguments.seconds / pilot.step_s))
     steps = max(_LEAST_STEPS, wanted)
-    session.warn(f"a step takes {pilot.step_s * 1e3:.3g} ms with {base.layout}: {counted(steps, 'step')} are timed")
+    took = f"a step takes {pilot.step_s * 1e3:.3g} ms in {words(base.layout)}"
+    session.warn(f"{took}: {counted(steps, 'step')} are timed")
     for turn in range(arguments.rounds):
         for row in rows if turn % 2 == 0 else reversed(rows):
             if row.failed is None:
                 lines = _time(row, trials, _length(row.layout, base.layout, steps), batch.settings(row))
                 session.warn(f"round {turn + 1} of {arguments.rounds}: {row.layout}: {lines}")
                 if base.failed is not None:
-                    raise _nothing_to_compare(" ".join(arguments.job), lines)
+                    raise _nothing_to_compare(base.layout, arguments, lines)
     return steps
 
 
-def _nothing_to_compare(job: str, why: str) -> RunFailedError:
+def _nothing_to_compare(base: Layout, arguments: argparse.Namespace, why: str) -> RunFailedError:
+    job = " ".join(arguments.job)
+    launcher: str | None = getattr(arguments, "launcher", None)
+    by = f"{launcher.format(workers=base.processes)} " if launcher is not None else ""
+    devices = f" --set trainer.devices={base.processes}" if launcher is None else ""
     return RunFailedError(
-        "nothing can be compared: a trial with one process, the measure of the others, did not come to its end",
+        f"the training in {words(base)}, to which the others are compared, failed",
         where=job,
         why=why,
-        fix=f"fairlead fit {job} --set trainer.devices=1 --set trainer.max_steps=2 shows it alone",
+        fix=f"{by}fairlead fit {job}{devices} --set trainer.max_steps=2 shows it alone",
     )
 
 

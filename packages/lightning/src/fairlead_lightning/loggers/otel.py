@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fairlead import LoggerConfigBase, LoggerPlugin
+from fairlead.open_union import config_mistake
 
 
 class OTelLoggerConfig(LoggerConfigBase):
@@ -22,13 +23,21 @@ class OTelLoggerConfig(LoggerConfigBase):
     """
 
     name: Literal["otel"] = "otel"
-    endpoint: str | None = Field(None, pattern="^https?://")
+    endpoint: str | None = None
     """The collector's address, to which `/v1/metrics` is added; None: as OpenTelemetry's variables say it, else
     http://localhost:4318."""
     interval: float = Field(60.0, gt=0)
     """Seconds between two exports."""
     timeout: float = Field(5.0, gt=0)
     """Seconds that an export may take, also the last one at the end of a start."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _address(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            what = f"the endpoint {endpoint!r} must begin with http:// or https://"
+            raise config_mistake("wrong-value", what, fix=f"http://{endpoint.rpartition('//')[2]}")
+        return endpoint
 
 
 class OTel(LoggerPlugin):

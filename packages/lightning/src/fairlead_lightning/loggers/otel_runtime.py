@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -71,7 +72,7 @@ class OTelLogger(Monitor):
 
         def observe(_: CallbackOptions) -> Iterator[Observation]:
             for one in self._now():
-                if one.metric.name == metric.name:
+                if one.metric.name == metric.name and math.isfinite(one.value):  # OpenTelemetry warns of others
                     yield Observation(one.value, dict(one.labels))
 
         make(metric.name, [observe], metric.unit, metric.text)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fairlead import LoggerConfigBase, LoggerPlugin
+from fairlead.open_union import config_mistake
 
 
 class PrometheusLoggerConfig(LoggerConfigBase):
@@ -21,18 +22,26 @@ class PrometheusLoggerConfig(LoggerConfigBase):
     """
 
     name: Literal["prometheus"] = "prometheus"
-    port: int | None = Field(9464, ge=0, le=65535)
-    """Where rank 0 answers: the first free one of twenty ports from this; 0: any that is free; None: nowhere. 9464 is
-    the one that OpenTelemetry has registered for this."""
+    port: Annotated[int, Field(ge=0, le=65535)] | Literal["auto"] | None = "auto"
+    """Where rank 0 answers; auto: the first free port from 9464, which OpenTelemetry has registered for this, to 9483;
+    0: any that is free; None: nowhere."""
     host: str = ""
     """The address to listen on, as 127.0.0.1; empty: all of the node's. Whoever reaches it can read the metrics."""
     targets: str | None = None
-    """A folder for the same address as `fairlead-<run>.json`, while the run trains: a server finds all runs in it."""
+    """A folder, made if need be, for the same address as `fairlead-<run>.json`, while the run trains: a server finds
+    all runs in it."""
     textfile: str | None = None
     """The folder of the node exporter's text collector (`--collector.textfile.directory`), for a file
     `fairlead-<run>.prom`."""
     interval: float = Field(15.0, gt=0)
     """Seconds between two writes of that file."""
+
+    @model_validator(mode="after")
+    def _shows_something(self) -> Self:
+        if self.port is None and self.textfile is None:
+            fix = "leave port out, or add a textfile: the folder of the node exporter's text collector"
+            raise config_mistake("wrong-value", "the logger prometheus shows nothing: no port and no textfile", fix=fix)
+        return self
 
 
 class Prometheus(LoggerPlugin):

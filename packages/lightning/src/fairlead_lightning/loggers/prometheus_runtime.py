@@ -16,14 +16,14 @@ from prometheus_client import CollectorRegistry, start_http_server, write_to_tex
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from fairlead.errors import ConfigError, RunDirectoryError
+from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_lightning.loggers.monitor import Monitor
 from fairlead_lightning.loggers.prometheus import PrometheusLoggerConfig
-from fairlead_runs.commit import atomic_write
+from fairlead_runs.commit.files import replace_file
 from fairlead_runs.monitoring import PROMETHEUS_TARGETS
 
-_PORTS: Final = 20  # runs on one node that each find one
+_PORTS: Final = range(9464, 9484)  # so many runs on one node each find one
 
 
 class PrometheusLogger(Monitor, Collector):
@@ -74,11 +74,20 @@ class PrometheusLogger(Monitor, Collector):
         # One series over all starts, on whichever node: by itself Prometheus calls the address the instance.
         targets = [{"targets": [address], "labels": {"job": "fairlead", "instance": self.run}}]
         for file in files:
-            atomic_write(file, (json.dumps(targets) + "\n").encode(), error=RunDirectoryError)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(file, (json.dumps(targets) + "\n").encode())
+            except OSError as error:
+                raise ConfigError(
+                    f"the address cannot be written into {file.parent}",
+                    where="trainer.loggers: prometheus: targets",
+                    why=str(error),
+                    fix="name a folder that this user may write to, and that the Prometheus server reads",
+                ) from error
 
     def _server(self, registry: CollectorRegistry) -> Any:
-        first = self._config.port or 0
-        for port in range(first, min(first + _PORTS, 65536)) if first else (0,):
+        asked = self._config.port
+        for port in _PORTS if asked == "auto" else (asked or 0,):
             try:
                 return start_http_server(port, self._config.host or "0.0.0.0", registry)
             except OSError as error:
@@ -91,7 +100,9 @@ class PrometheusLogger(Monitor, Collector):
                         "or port: null and a textfile for the node exporter",
                     ) from error
         raise ConfigError(
-            f"the ports {first} to {first + _PORTS - 1} of {socket.gethostname()} are all in use",
+            f"the ports {_PORTS[0]} to {_PORTS[-1]} of {socket.gethostname()} are all in use"
+            if asked == "auto"
+            else f"the port {asked} of {socket.gethostname()} is in use",
             where="trainer.loggers: prometheus: port",
             fix="give another port; or 0, for any that is free",
         )

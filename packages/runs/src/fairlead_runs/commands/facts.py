@@ -83,7 +83,7 @@ def facts(run: RunState, how: Pace, job: RunJob | None, status: JobStatus | None
     if how.saved_step is not None or how.next_save_s is not None:
         lines["saved"] = "; ".join(_saves(how, now, here=here))
     if here and (address := scraped_at(run.path)) is not None:
-        lines["scraped at"] = address
+        lines["scraped"] = address
     switches = [find_switch(run.path, name) for name in (STOP, SAVE)]
     if wanted := [str(switch) for switch in switches if switch is not None]:
         lines["asked"] = ", ".join(wanted) + (": not seen yet" if here else ": the next start heeds it")
