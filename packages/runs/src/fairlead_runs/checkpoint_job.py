@@ -133,7 +133,10 @@ def refuse_stand_ins(job: JobConfig, *, fix: str) -> None:
 def _code(run: Path) -> list[Path]:
     """The folders in which its last start found code, those that are there."""
     starts = sorted(run.glob("starts/*/provenance.json"), key=lambda file: int(file.parent.name))
-    found = json.loads(starts[-1].read_bytes()) if starts else {}
+    try:
+        found = json.loads(starts[-1].read_bytes()) if starts else {}
+    except ValueError:
+        return []  # damaged: then where it is looked for any job
     return [folder for one in found.get("code", ()) if (folder := Path(one)).is_dir()]
 
 
