@@ -89,6 +89,17 @@ def test_a_benchmark_prints_its_document(name: str, tmp_path: Path) -> None:
     assert {row[1] for row in rows} == RATIOS[name]
 
 
+def test_the_benchmarks_that_the_pages_name_exist() -> None:
+    """By their files, as rows of the table, and as `fairlead bench WHAT`."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    rows = (ROOT / "docs" / "reference" / "measured.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"benchmarks/(\w+)\.py", text), *re.findall(r"^\| `(\w+)[ `]", rows, re.MULTILINE)}
+    assert len(named) > 10
+    assert named - {"NAME"} - set(RATIOS) == set()
+    assert set(re.findall(r"fairlead bench (\w+)", text)) == {"comm", "scaling", "threads"}
+
+
 def test_the_figures_of_the_readme_are_the_measured_ones() -> None:
     measured = (ROOT / "docs" / "reference" / "measured.md").read_text(encoding="utf-8")
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Measured\n")[2].partition("\n## ")[0]
