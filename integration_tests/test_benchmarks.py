@@ -21,6 +21,7 @@ RATIOS = {
         for what in ("activations", "peak", "seconds")
         for kind in ("half", "all", "all_but_products", "scope")
     },
+    "strategies": {f"{name}_vs_raw" for name in ("ddp", "fsdp2", "tensor_parallel", "pipeline_parallel", "hsdp")},
     "startup": {"import_vs_deps", "check_vs_lightning_import", "ranks4_vs_rank1", "run_vs_torch_import"},
     "run": {"run_vs_loop", "run_vs_loop_two_ranks"},
     "step": {"step_times_of_a_step", "trainer_vs_lightning", "trainer_vs_loop"},
@@ -55,6 +56,7 @@ BY_NAME = {
     "run",
     "scaling",
     "startup",
+    "strategies",
     "zero_stages",
 }  # a minute each; `nox -s full`
 
