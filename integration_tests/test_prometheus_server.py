@@ -143,7 +143,7 @@ def test_promql_gives_the_numbers_of_a_run_that_was_killed(tmp_path: Path) -> No
         saves = sum(one["event"] == "checkpoint" for one in events(run))
         counted = server.value('last_over_time(fairlead_run_saves_total{outcome="saved"}[5m])')
         assert counted is not None
-        assert saves - 1 <= counted <= saves
+        assert saves - 3 <= counted <= saves  # the last scrape is up to a second before the end
         losses = server.query('max_over_time({__name__=~"fairlead_logged_.*loss.*"}[5m])')
         assert {one["metric"]["metric"] for one in losses} == {"train/loss"}
     assert list((tmp_path / "targets").iterdir()) == []
