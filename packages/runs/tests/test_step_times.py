@@ -283,6 +283,15 @@ def test_a_first_step_that_never_ended_is_no_training(tmp_path: Path) -> None:
     assert went.seconds[FIRST_STEP] == pytest.approx(5.0)
 
 
+def test_an_event_without_a_time_is_left_out(tmp_path: Path) -> None:
+    """A start reads this before it trains: a damaged line must not end it."""
+    event(tmp_path, Clock(0.0), "start", 1, world_size=1)
+    with (tmp_path / "history.jsonl").open("a") as history:
+        history.write('{"event": "checkpoint", "start": 1}\n{"event": "stop", "time": "soon", "start": 1}\n')
+    event(tmp_path, Clock(9.0), "failed", 1, step=0)
+    assert goodput(tmp_path).total_s == pytest.approx(9.0)
+
+
 def test_a_run_that_was_never_started_has_no_goodput(tmp_path: Path) -> None:
     went = goodput(tmp_path)
     assert (went.share, went.total_s, list(itertools.chain(went.starts))) == (None, 0, [])

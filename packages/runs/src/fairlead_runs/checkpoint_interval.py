@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from fairlead.findings import Finding
-from fairlead_runs.goodput import GOOD, VALIDATION, Goodput, StartTimes, event_time, goodput
-from fairlead_runs.history import read_history
+from fairlead_runs.goodput import GOOD, VALIDATION, Goodput, StartTimes, event_time, goodput, timed_events
 
 LEAST_FAILURES: Final = 2
 """Failures that a run must have had: of fewer nobody can tell how often they come."""
@@ -88,7 +87,7 @@ def measured_costs(run: Path, went: Goodput | None = None) -> tuple[Costs, float
     A stop that was announced loses nothing, and is no failure.
     """
     went = went if went is not None else goodput(run)
-    events = read_history(run / "history.jsonl")
+    events = timed_events(run)
     orderly = {one.get("start") for one in events if one["event"] in ("signal", "finished")}
     failed = [one for one in went.starts[:-1] if one.number not in orderly and one.trained is not None]
     if len(failed) < LEAST_FAILURES:

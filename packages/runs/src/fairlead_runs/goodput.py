@@ -96,7 +96,7 @@ def goodput(run: Path) -> Goodput:
         >>> goodput(Path("runs/digits")).share  # doctest: +SKIP
         0.93
     """
-    events = read_history(run / HISTORY_FILE)
+    events = timed_events(run)
     numbers = [event["start"] for event in events if event["event"] == "start" and isinstance(event.get("start"), int)]
     beats: dict[int, float] = {}
     for beat in read_heartbeats(run / "heartbeats"):
@@ -214,6 +214,19 @@ def _queued(run: Path, first: StartTimes) -> float:
     """Seconds from the submission to the first start; 0 where it was not submitted with `fairlead submit`."""
     submitted = submitted_at(run)
     return max(0.0, first.began - submitted) if submitted is not None else 0.0
+
+
+def timed_events(run: Path) -> list[dict[str, Any]]:
+    """The events of a run's history, oldest first; one whose time cannot be read is left out, as of a damaged file."""
+    return [event for event in read_history(run / HISTORY_FILE) if _has_time(event)]
+
+
+def _has_time(event: Mapping[str, Any]) -> bool:
+    try:
+        event_time(event)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def event_time(event: Mapping[str, Any]) -> float:

@@ -12,10 +12,10 @@ from typing import Any, Final
 from fairlead.exactness.recorded import Recorded, last_record, sentence
 from fairlead.findings import Finding
 from fairlead_diagnostics.run_report.curves import Clock, Curve, read_curves
-from fairlead_runs import RunState, read_history, state
+from fairlead_runs import RunState, state
 from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.commands.status import find_stuck, stuck_line
-from fairlead_runs.goodput import Goodput, event_time, goodput
+from fairlead_runs.goodput import Goodput, event_time, goodput, timed_events
 from fairlead_runs.step_findings import step_findings
 from fairlead_runs.step_times import read_series
 
@@ -90,7 +90,7 @@ class RunContent:
 
 def read_content(path: Path, runs: int = 1) -> RunContent:
     """Reads what a report says of a run; `runs`: how many share the page."""
-    events = read_history(path / "history.jsonl")
+    events = timed_events(path)
     went = goodput(path)
     starts = path / "starts"
     last = max((int(one.name) for one in starts.glob("*") if one.name.isdecimal()), default=0)
