@@ -1,0 +1,1 @@
+"""Memory, time and goodput of a training job, before it queues."""

@@ -1,0 +1,50 @@
+"""A way to lay a job out over devices: everything that a plan chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fairlead_strategies.layout import Layout as Mesh
+
+Checkpointing = Literal["none", "selective", "full"]
+"""What of a unit's activations is computed again: nothing; all but matrix products and attention; everything."""
+Sharding = Literal["none", "optimizer", "gradients", "full"]
+"""What the ranks of the mesh's `shard` (ZeRO 1, 2, 3: all data-parallel ranks) share out."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a mesh, the batch, and what is computed again."""
+
+    strategy: str
+    """The strategy's tag in a job file: `ddp`, `fsdp2`, `hybrid`."""
+    mesh: Mesh = field(default_factory=Mesh)
+    micro_batch: int = 1
+    """Samples of one forward pass of one rank."""
+    accumulation: int = 1
+    """Forward passes of a rank in one optimizer step; with pipeline parallelism the micro-batches in flight one after another."""
+    checkpointing: Checkpointing = "none"
+    sharding: Sharding = "none"
+    sequence: bool = False
+    """Sequence parallelism beside tensor parallelism: what lies between the split parts of a layer is divided as well."""
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    offload: bool = False
+    """Optimizer states, and the step, on the host."""
+
+    @property
+    def devices(self) -> int:
+        """How many ranks."""
+        one = self.mesh
+        return one.pipeline * one.replicate * one.shard * one.context * one.tensor
+
+    @property
+    def data_parallel(self) -> int:
+        """On how many ranks a part of the batch lies."""
+        return self.mesh.replicate * self.mesh.shard
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch * self.accumulation * self.data_parallel
