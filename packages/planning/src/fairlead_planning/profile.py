@@ -60,6 +60,8 @@ class Kernel:
     """Whether sequence parallelism divides its work: what lies between the split parts of a layer."""
     expert: bool
     """Whether it is an expert's, and expert parallelism sends it the tokens of other ranks."""
+    again: bool = False
+    """Whether it computes again, in the backward pass, what the forward pass has not kept."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class Storage:
     """Index of the kernel that made it; -1: it is there before the step."""
     died: int
     """Index of the kernel behind which it is free; `len(kernels)`: it outlives the step."""
+    forward: int
+    """Index of the last kernel of the forward pass that read it; -1: none did."""
+    maker: str
+    """The operator that made it."""
     kind: Literal["parameter", "buffer", "gradient", "optimizer", "activation", "input"]
     unit: int
     split: bool
