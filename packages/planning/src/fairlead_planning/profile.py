@@ -7,10 +7,12 @@ becomes of them under a layout.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
 Kind = Literal["matmul", "attention", "other"]
+CAST: Final = "_to_copy of a parameter"
+"""The name of a kernel that makes a parameter's copy in another format, which no row of the batch makes larger."""
 
 
 @dataclass(frozen=True)

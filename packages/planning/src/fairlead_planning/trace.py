@@ -18,13 +18,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.flop_counter import flop_registry
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import find_layers
 from fairlead_planning.cuda_operators import CudaOperators
 from fairlead_planning.known_values import KnownValues, UnknownValue
-from fairlead_planning.profile import Kernel, Kind, Phase, Profile, Storage, Unit
+from fairlead_planning.profile import CAST, Kernel, Kind, Phase, Profile, Storage, Unit
 
 aten = torch.ops.aten
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
@@ -303,6 +302,8 @@ class _Step(TorchDispatchMode):
         index = len(self.kernels)
         before = [self._lives[key] for one in ins if (key := _key(one)) in self._lives]
         state = self._state(name, before)
+        if name == "_to_copy" and any(life.kind == "parameter" for life in before):
+            name = CAST
         for one in made:
             self._live(one, "activation", unit, state, expert, name)
         if self.phase == "forward":
@@ -311,7 +312,7 @@ class _Step(TorchDispatchMode):
         kind: Kind = "other"
         if name in _PRODUCTS or name in _CONVOLUTIONS:
             kind = "matmul"
-            if sum(1 for life in before if life.kind == "parameter" or life.maker == "_to_copy") and state == _SPLIT:
+            if sum(1 for life in before if life.kind == "parameter" or life.maker == CAST) and state == _SPLIT:
                 for life in before:
                     life.gathered = life.gathered or life.state == _WHOLE
         elif "attention" in name:
@@ -446,11 +447,11 @@ def _arithmetic(name: str, args: Any, outs: list[Tensor]) -> tuple[float, tuple[
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         return 2.0 * batch * m * n * k, (batch, m, n, k)
     if name in _CONVOLUTIONS:
-        packet = getattr(aten, name)
-        flops = float(flop_registry[packet](*args, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
-        weight = args[2] if name.endswith("backward") else args[1]
-        n, k = weight.shape[0], prod(weight.shape[1:])
-        return flops, (1, max(1, round(flops / (2 * n * k))), n, k)
+        backward = name.endswith("backward")
+        weight, result = (args[2], args[0]) if backward else (args[1], outs[0])
+        n, k, places = weight.shape[0], prod(weight.shape[1:]), result.numel() // max(1, result.shape[1])
+        products = sum(args[-1][:2]) if backward else 1  # the gradients that are asked for
+        return 2.0 * products * places * n * k, (products, places, n, k)
     if "attention" in name:
         backward = "backward" in name
         q, key = args[1:3] if backward else args[:2]

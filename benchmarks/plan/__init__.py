@@ -1,0 +1,1 @@
+"""How wrong `fairlead plan` is: on published runs, and on steps that were measured."""
