@@ -26,6 +26,8 @@ class Layout:
     """Forward passes of a rank in one optimizer step; with pipeline parallelism the micro-batches in flight one after another."""
     checkpointing: Checkpointing = "none"
     sharding: Sharding = "none"
+    whole: bool = False
+    """With `sharding: full`: the model is gathered as one unit, as FSDP does that is told of no layers."""
     sequence: bool = False
     """Sequence parallelism beside tensor parallelism: what lies between the split parts of a layer is divided as well."""
     schedule: str = "1f1b"

@@ -133,9 +133,9 @@ class Moments:
         if count == 1:
             return [[[0, *range(1, len(units)), -1]]]
         sizes = np.array([u.parameters + u.expert_parameters for u in units[1:]], dtype=float)
-        bounds = np.searchsorted(np.cumsum(sizes), sizes.sum() * np.arange(1, count) / count - sizes.max(initial=0) / 2)
-        parts = np.split(np.arange(1, len(units)), bounds)
-        cut = [[int(n) for n in part] for part in parts]
+        middles = np.cumsum(sizes) - sizes / 2
+        stage = np.minimum((middles / max(1.0, sizes.sum()) * count).astype(int), count - 1)
+        cut = [[int(n) + 1 for n in np.flatnonzero(stage == number)] for number in range(count)]
         cut[0].insert(0, 0)
         cut[-1].append(-1)
         return [[cut[rank + number * ranks] for number in range(each)] for rank in range(ranks)]
@@ -166,18 +166,24 @@ class _Rank:
     ) -> None:
         self.m, self.layout, self.device, self.reduce_bytes = moments, layout, device, reduce_bytes
         self.rank, self.stages = rank, stages
+        self.gathers = layout.sharding == "full" or (
+            layout.sharding == "gradients" and layout.strategy in ("fsdp", "fsdp2", "hybrid")
+        )
+        """Whether parameters are kept in shards; those of FSDP are also where they stay gathered until the backward."""
         self.all = [unit for stage in stages for unit in stage]
         mesh = layout.mesh
-        self.shards = mesh.shard if layout.sharding != "none" else 1
+        # Ranks that share a sequence hold the same parameters, and share them out as well.
+        self.shards = mesh.shard * mesh.context if layout.sharding != "none" else 1
         self.expert_shards = max(1, self.shards // mesh.expert)
         m = moments
         tensor = np.where(m.split, mesh.tensor, 1.0)
-        self.own = np.where(m.expert, float(mesh.expert), tensor)
+        self.own = np.where(m.expert, float(mesh.expert), tensor) if mesh.expert > 1 else tensor
         """By how much what belongs to parameters is divided before it is sharded."""
         sequence = np.where(m.sequence & layout.sequence, float(mesh.tensor), 1.0)
         spread = np.where(m.cast, 1.0, mesh.context)
         self.worked = tensor * sequence * spread
-        self.worked = np.where(m.expert & m.cast, mesh.expert, self.worked)
+        if mesh.expert > 1:
+            self.worked = np.where(m.expert & m.cast, mesh.expert, self.worked)
         self.here = np.isin(m.storage_place, self.all) if mesh.pipeline > 1 else np.ones(len(m.bytes), dtype=bool)
 
     def _held(self, kind: str, sharded: bool) -> float:
@@ -189,7 +195,7 @@ class _Rank:
     def use(self) -> MemoryUse:
         """What it holds at its fullest moment."""
         layout, m = self.layout, self.m
-        full = layout.sharding == "full"
+        full = layout.sharding == "full" or self.gathers
         kept, computed = self._master()
         parameters = self._held("parameter", full) * (kept / computed if full else 1.0)
         if not full and kept > computed:
@@ -207,7 +213,7 @@ class _Rank:
             "optimizer": optimizer,
             "activations": float(steps["activations"][peak]) + flying,
             "buffers": buffers,
-            "communication": float(steps["communication"][peak]),
+            "communication": float(steps["communication"][peak]) + self._received(),
         }
         margin = 0.0
         if self.device == "cuda":
@@ -268,6 +274,9 @@ class _Rank:
         if layout.accumulation > 1:
             shards[:] = float(count[mine].sum())
         full: Floats = np.zeros(m.end)
+        if layout.mesh.pipeline > 1 and self.gathers:
+            # Added up as a whole over the micro-batches, and reduced behind the last.
+            return full + float(whole[mine].sum())
         for unit in self._numbers():
             own = mine & (m.unit == unit)
             span = m.spans.get((unit, _BACKWARD))
@@ -275,21 +284,25 @@ class _Rank:
                 continue
             grown = self._over_time(own, whole)
             full[span[0] : span[1] + 1] += grown[span[0] : span[1] + 1]
-            # Copied into one buffer that is reduced, when the unit's backward pass is over.
-            full[span[1]] += float(whole[own].sum()) * self.reduce_bytes / computed
+            # Copied into one buffer, which is kept until the next unit's gradients are reduced.
+            after = m.spans.get((unit - 1, _BACKWARD), span) if unit else span
+            full[span[1] : max(span[1], after[1]) + 1] += float(whole[own].sum()) * self.reduce_bytes / computed
         return shards + full
 
     def _communication(self) -> Floats:
+        """Parameters that are gathered for their units: what is computed with, and the collective's buffer."""
         m, layout = self.m, self.layout
         out: Floats = np.zeros(m.end)
-        if layout.sharding != "full" and not (layout.sharding == "gradients" and layout.strategy in ("fsdp", "fsdp2")):
-            return out
-        if self.shards == 1:
+        if not self.gathers or self.shards == 1:
             return out
         size = m.bytes / self.own
+        parameters = (m.kind == "parameter") & self.here
+        if layout.whole:
+            out[: m.first_optimizer] = float(size[parameters].sum())
+            return out
         numbers = self._numbers()
-        whole = {n: float(size[(m.kind == "parameter") & self.here & (m.unit == n)].sum()) for n in numbers}
-        keep = layout.sharding == "gradients"
+        whole = {n: float(size[parameters & (m.unit == n)].sum()) for n in numbers}
+        keep = layout.sharding == "gradients" or layout.mesh.pipeline > 1
         for place, unit in enumerate(numbers):
             forward, backward = m.spans.get((unit, _FORWARD)), m.spans.get((unit, _BACKWARD))
             if forward is None or backward is None:
@@ -299,19 +312,29 @@ class _Rank:
             else:
                 out[forward[0] : forward[1] + 1] += whole[unit]
                 out[backward[0] : backward[1] + 1] += whole[unit]
-            # The buffer of the collective, from which the parameters are copied; the next one's while this computes.
+            # The next one's buffer is filled while this one computes; on a CPU in the backward pass alone.
+            after = numbers[place + 1] if place + 1 < len(numbers) else None
+            before = numbers[place - 1] if place > 1 else None
             if self.device == "cpu":
                 out[forward[0]] += whole[unit]
-                if unit and not keep:
-                    out[backward[0]] += whole[unit]
-            else:
-                after = numbers[place + 1] if place + 1 < len(numbers) else None
-                before = numbers[place - 1] if place > 1 else None
-                if after is not None:
-                    out[forward[0] : forward[1] + 1] += whole[after]
-                if before is not None and not keep and unit:
-                    out[backward[0] : backward[1] + 1] += whole[before]
+            elif after is not None:
+                out[forward[0] : forward[1] + 1] += whole[after]
+            if before is not None and not keep:
+                out[backward[0] : backward[1] + 1] += whole[before]
+        last = numbers[-1]
+        if last and not keep and (last, _BACKWARD) in m.spans:
+            out[m.first_backward : m.spans[last, _BACKWARD][0]] += whole[last]  # while the loss is differentiated
         return out
+
+    def _received(self) -> float:
+        """Buffers for what all micro-batches of a step get from the stages before and behind."""
+        layout, mesh = self.layout, self.layout.mesh
+        if mesh.pipeline == 1:
+            return 0.0
+        sequence = mesh.context * (mesh.tensor if layout.sequence else 1)
+        each = self.m.profile.width_bytes * layout.accumulation / sequence
+        ends = (0 in self.all) + (-1 in self.all)  # nothing comes before the first stage, nor behind the last
+        return each * (2 * layout.stages_per_rank - ends)
 
     def _numbers(self) -> list[int]:
         found = sorted({max(0, unit) for unit in self.all})
