@@ -49,9 +49,9 @@ STRATEGIES: dict[str, Any] = {
     "context": {"name": "hybrid", "context": 2, "shard": 2},
     "expert": {"name": "hybrid", "shard": 4, "expert": 2},
     "pipeline": {"name": "hybrid", "pipeline": 2, "shard": 2, "micro_batches": 4},
-    "zero 1": "deepspeed_stage_1",
-    "zero 2": "deepspeed_stage_2",
-    "zero 3": "deepspeed_stage_3",
+    "zero 1": {"name": "deepspeed_stage_1", "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000},
+    "zero 2": {"name": "deepspeed_stage_2", "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000},
+    "zero 3": {"name": "deepspeed_stage_3", "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000},
 }
 
 

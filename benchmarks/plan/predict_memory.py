@@ -30,9 +30,9 @@ LAYOUTS: dict[str, Layout] = {
     "context": Layout("hybrid", Mesh(context=2, shard=2), sharding="full"),
     "expert": Layout("hybrid", Mesh(shard=4, expert=2), sharding="full"),
     "pipeline": Layout("hybrid", Mesh(pipeline=2, shard=2), sharding="full", accumulation=4),
-    "zero 1": Layout("deepspeed_stage_1", Mesh(shard=4), sharding="optimizer"),
-    "zero 2": Layout("deepspeed_stage_2", Mesh(shard=4), sharding="gradients"),
-    "zero 3": Layout("deepspeed_stage_3", Mesh(shard=4), sharding="full"),
+    "zero 1": Layout("deepspeed_stage_1", Mesh(shard=4), sharding="optimizer", bucket=500_000),
+    "zero 2": Layout("deepspeed_stage_2", Mesh(shard=4), sharding="gradients", bucket=500_000),
+    "zero 3": Layout("deepspeed_stage_3", Mesh(shard=4), sharding="full", bucket=500_000),
 }
 
 

@@ -32,6 +32,8 @@ class Layout:
     """Sequence parallelism beside tensor parallelism: what lies between the split parts of a layer is divided as well."""
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    bucket: int = 200_000_000
+    """Elements of DeepSpeed's buckets of gradients, which it reserves whatever the size of the model."""
     offload: bool = False
     """Optimizer states, and the step, on the host."""
 

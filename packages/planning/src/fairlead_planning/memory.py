@@ -170,6 +170,7 @@ class _Rank:
             layout.sharding == "gradients" and layout.strategy in ("fsdp", "fsdp2", "hybrid")
         )
         """Whether parameters are kept in shards; those of FSDP are also where they stay gathered until the backward."""
+        self.deepspeed = layout.strategy.startswith("deepspeed")
         self.all = [unit for stage in stages for unit in stage]
         mesh = layout.mesh
         # Ranks that share a sequence hold the same parameters, and share them out as well.
@@ -198,9 +199,9 @@ class _Rank:
         full = layout.sharding == "full" or self.gathers
         kept, computed = self._master()
         parameters = self._held("parameter", full) * (kept / computed if full else 1.0)
-        if not full and kept > computed:
-            parameters += self._held("parameter", layout.sharding != "none") * kept / computed  # masters of the shards
-        optimizer = 0.0 if layout.offload else self._held("optimizer", layout.sharding != "none")
+        optimizer = self._held("optimizer", layout.sharding != "none")
+        if self.deepspeed or (not full and kept > computed):
+            optimizer += self._held("parameter", layout.sharding != "none") * kept / computed  # what is updated
         buffers = self._held("buffer", False)
         steps = self._timelines()
         gradients = steps["gradients"]
@@ -210,7 +211,7 @@ class _Rank:
         tensors = {
             "parameters": 0.0 if layout.offload and full else parameters,
             "gradients": float(gradients[peak]),
-            "optimizer": optimizer,
+            "optimizer": 0.0 if layout.offload else optimizer,
             "activations": float(steps["activations"][peak]) + flying,
             "buffers": buffers,
             "communication": float(steps["communication"][peak]) + self._received(),
@@ -260,10 +261,18 @@ class _Rank:
         m, layout = self.m, self.layout
         mine = (m.kind == "gradient") & self.here
         whole = m.bytes / self.own
+        if self.deepspeed:
+            # Each is copied into the bucket that is reduced; the shards of their means share memory with the buckets.
+            passing: Floats = np.zeros(m.end)
+            np.add.at(passing, np.clip(m.born[mine], 0, m.end - 1), whole[mine])
+            return passing
         if layout.sharding in ("none", "optimizer"):
             total = float(whole[mine].sum())
             if layout.data_parallel > 1 or layout.accumulation > 1:
-                return np.full(m.end, total)  # in buckets, which stay
+                # In buckets, which stay; each is copied there when it is known.
+                new: Floats = np.full(m.end, total)
+                np.add.at(new, np.clip(m.born[mine], 0, m.end - 1), whole[mine])
+                return new
             grown = self._over_time(mine, whole)
             grown[: m.first_backward] = total  # those of the step before, until the backward pass begins
             return grown
@@ -293,6 +302,9 @@ class _Rank:
         """Parameters that are gathered for their units: what is computed with, and the collective's buffer."""
         m, layout = self.m, self.layout
         out: Floats = np.zeros(m.end)
+        if self.deepspeed:
+            _, computed = self._master()
+            out += (1 if layout.sharding == "full" else 2) * layout.bucket * computed
         if not self.gathers or self.shards == 1:
             return out
         size = m.bytes / self.own
@@ -311,7 +323,7 @@ class _Rank:
                 out[forward[0] : backward[1] + 1] += whole[unit]
             else:
                 out[forward[0] : forward[1] + 1] += whole[unit]
-                out[backward[0] : backward[1] + 1] += whole[unit]
+                out[backward[0] : max(backward)] += whole[unit]  # freed before its gradients are reduced
             # The next one's buffer is filled while this one computes; on a CPU in the backward pass alone.
             after = numbers[place + 1] if place + 1 < len(numbers) else None
             before = numbers[place - 1] if place > 1 else None

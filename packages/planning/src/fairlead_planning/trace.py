@@ -306,6 +306,9 @@ class _Step(TorchDispatchMode):
             name = CAST
         for one in made:
             self._live(one, "activation", unit, state, expert, name)
+        if name == "convolution_backward":  # the library computes a weight's gradient in a layout of its own first
+            size = float(max((_bytes(one) for one in ins[2:3]), default=0))
+            self._all.append(_Life(int(size), index, unit, "activation", state, expert, index, maker="workspace"))
         if self.phase == "forward":
             for life in before:
                 life.forward = index
