@@ -77,7 +77,7 @@ def trace(work: Work) -> Profile:
             kept = [p.untyped_storage().nbytes() for p in model.parameters()]  # by the run, if the step casts them
             low = _low(work.precision)
             if low is not None and work.precision.endswith(("-true", "-cast")):
-                model.to(low)
+                _cast(model, low)
             model.train()
             optimizers = list(work.optimizers(model))
         batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), work.batch)
@@ -104,6 +104,21 @@ def trace(work: Work) -> Profile:
 
 def _low(precision: str) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}.get(precision.partition("-")[0])
+
+
+def _cast(model: nn.Module, low: torch.dtype) -> None:
+    """As `model.to(low)`, which refuses tensors of a trace: something refers to them weakly."""
+    memo: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, one in module._parameters.items():
+            if one is not None and one.is_floating_point():
+                if id(one) not in memo:
+                    memo[id(one)] = nn.Parameter(one.detach().to(low), one.requires_grad)
+                    memo[id(memo[id(one)])] = memo[id(one)]
+                module._parameters[name] = memo[id(one)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(low)
 
 
 def _without_data(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
@@ -457,10 +472,11 @@ def _arithmetic(name: str, args: Any, outs: list[Tensor]) -> tuple[float, tuple[
         return 2.0 * products * places * n * k, (products, places, n, k)
     if "attention" in name:
         backward = "backward" in name
-        q, key = args[1:3] if backward else args[:2]
+        q, key, value = args[1:4] if backward else args[:3]
         heads, causal = prod(q.shape[:-2]), any(one is True for one in args)
         pairs = q.shape[-2] * key.shape[-2] * (0.5 if causal and q.shape[-2] == key.shape[-2] else 1.0)
-        # Two products forward; backward five, one of them the scores again.
-        flops = heads * pairs * q.shape[-1] * (10.0 if backward else 4.0)
+        # Forward the scores and the sum of values; backward three products of each width, two of the other.
+        width, of_value = q.shape[-1], value.shape[-1]
+        flops = heads * pairs * (2.0 * (3 * width + 2 * of_value) if backward else 2.0 * (width + of_value))
         return flops, (heads, q.shape[-2], key.shape[-2], q.shape[-1])
     return float(sum(one.numel() for one in outs)), None

@@ -66,14 +66,21 @@ def checkpointed(profile: Profile, mode: Checkpointing) -> Profile:
         return profile
     kernels, end = profile.kernels, len(profile.kernels)
     kept_kinds = ("matmul", "attention") if mode == "selective" else ()
+    first_backward = next((i for i, k in enumerate(kernels) if k.phase != "forward"), end)
+    # Recomputation stops behind the last operator of which the backward pass needs something (torch's `early_stop`).
+    last: dict[int, int] = {}
+    for one in profile.storages:
+        if one.kind == "activation" and 0 <= one.born < first_backward <= one.died:
+            unit = kernels[one.born].unit
+            reader = kernels[one.forward].unit if one.forward >= 0 else unit
+            last[unit] = max(last.get(unit, -1), one.born if reader == unit else -1)
     again: dict[int, list[int]] = {}
     start: dict[int, int] = {}
-    first_backward = next((i for i, k in enumerate(kernels) if k.phase != "forward"), end)
     for index, kernel in enumerate(kernels):
         if kernel.unit == 0:
             continue
         if kernel.phase == "forward":
-            if kernel.kind not in kept_kinds:
+            if kernel.kind not in kept_kinds and index <= last.get(kernel.unit, -1):
                 again.setdefault(kernel.unit, []).append(index)
         elif kernel.phase == "backward":
             start.setdefault(kernel.unit, index)

@@ -1,0 +1,206 @@
+"""Published rows: the model, the layout, the machine and the software of each, as a plan takes them."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.plan.published_models import Config, Decoder, config_of, plan_of
+from fairlead_planning.devices import Cluster
+from fairlead_planning.layouts import Checkpointing, Layout, Mesh
+from fairlead_planning.profile import Kernel, Profile, Unit
+from fairlead_planning.trace import Work, trace
+from fairlead_planning.variants import checkpointed
+
+PUBLISHED = Path(__file__).with_name("published.csv")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run."""
+
+    name: str
+    source: str
+    """Rows of one source were measured by the same people with the same software on the same machines."""
+    family: str
+    """The device."""
+    config: Config
+    sequence: int
+    layout: Layout
+    cluster: Cluster
+    stack: str
+    products: str | None
+    tokens_per_second: float
+    """A device, as published."""
+    memory_gib: float | None
+
+    @property
+    def profile(self) -> Profile:
+        """The traced step."""
+        one = self.layout
+        precision = "bf16-true" if self.stack == "megatron" else "bf16-cast"
+        return traced(self.config, one.micro_batch, self.sequence, one.checkpointing, precision)
+
+
+def source_of(text: str) -> str:
+    """A short name of a source; two releases of one software are one source."""
+    known = {"llm-foundry": "llm-foundry", "torchtitan": "torchtitan", "Megatron-Bridge": "Megatron-Bridge"}
+    short = next((name for key, name in known.items() if key in text), text.split("[")[0].strip()[:40])
+    if short == "llm-foundry":
+        short += " A100 40GB" if "A100 40GB" in text else " A100 80GB" if "A100 80GB" in text else " H100"
+    return short
+
+
+def stack_of(source: str, precision: str) -> str:
+    """Which kernels a run used, by who published it."""
+    if "llm-foundry" in source:
+        return "triton"
+    if re.search(r"megatron|nemo", source, re.IGNORECASE):
+        return "megatron"
+    return "compile" if "compile" in precision else "eager"
+
+
+def read(path: Path = PUBLISHED) -> list[Row]:
+    """The rows of a file.
+
+    Raises:
+        ValueError: A row does not say what its model is.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_row(one) for one in csv.DictReader(file)]
+
+
+def _row(one: dict[str, str]) -> Row:
+    words = one["precision"]
+
+    def size(letters: str) -> int:
+        found = re.search(rf"\b{letters}(\d+)", words)
+        return int(found[1]) if found else 1
+
+    def number(column: str) -> int:
+        return int(float(one[column] or 1))
+
+    stack = stack_of(one["source"], words)
+    kept: dict[str, Checkpointing] = {"full": "full", "selective(op)": "selective", "selective": "selective"}
+    sharding = "full"
+    if stack == "megatron" and not re.search(r"\bFSDP", words):
+        sharding = "optimizer"
+    elif "SHARD_GRAD_OP" in words:
+        sharding = "gradients"
+    tensor, data = number("tp"), number("dp")
+    micro = number("mbs")
+    layout = Layout(
+        strategy="hybrid",
+        mesh=Mesh(number("pp"), 1, data, number("cp"), tensor, size("EP")),
+        micro_batch=micro,
+        accumulation=max(1, round(number("gbs") / (micro * data))),
+        checkpointing=kept.get(one["act_ckpt"], "none"),
+        sharding=sharding,  # type: ignore[arg-type]
+        sequence=tensor > 1,
+        schedule="interleaved_1f1b" if size("VP") > 1 else "1f1b",
+        stages_per_rank=size("VP"),
+    )
+    low = words.lower()
+    products = "float4" if "fp4" in low else "float8" if "fp8" in low or "float8" in low else None
+    memory = one.get("mem_gib")
+    cluster = Cluster.of(one["gpu"], "roce 1600" if "1600 Gbps" in one["source"] else None)
+    split = "".join(f" {key}{number(key)}" for key in ("tp", "pp", "cp") if number(key) > 1)
+    return Row(
+        f"{one['model']} {one['gpu']} x {number('gpus')}{split}, {words}, {one['seq']} positions, "
+        f"micro-batch {micro}" + (f", checkpointing {one['act_ckpt']}" if one["act_ckpt"] not in ("", "none") else ""),
+        source_of(one["source"]),
+        cluster.device.name,
+        config_of(one),
+        number("seq"),
+        layout,
+        cluster,
+        stack,
+        products,
+        float(one["tok_s_gpu"]),
+        float(memory) if memory else None,
+    )
+
+
+@cache
+def traced(config: Config, rows: int, sequence: int, checkpointing: Checkpointing, precision: str) -> Profile:
+    """A step of a decoder, traced with one layer of each kind, and repeated for all of its layers."""
+    kinds = config.kinds() + (config.kinds()[-1] if config.predicted else "")
+    each = "".join(dict.fromkeys(kinds))
+    tokens = torch.zeros(rows, sequence, dtype=torch.long)
+    with torch.device("meta"):
+        plan = plan_of(Decoder(config, each))
+    small = trace(
+        Work(
+            lambda: Decoder(config, each),
+            (tokens, tokens),
+            lambda model, batch: model(*batch),
+            precision=precision,
+            plan=plan,
+        )
+    )
+    full = checkpointed(small, "none" if checkpointing == "none" else "full")
+    if checkpointing == "selective":
+        full = every_second_product_kept(full)
+    return repeated(full, [each.index(kind) + 1 for kind in kinds], heads=1 + config.predicted)
+
+
+def every_second_product_kept(full: Profile) -> Profile:
+    """torchtitan's selective checkpointing of operators: attention and every second product are not computed again."""
+    kernels, products = [], 0
+    for one in full.kernels:
+        products += one.again and one.kind == "matmul"
+        if not (one.again and (one.kind == "attention" or (one.kind == "matmul" and products % 2))):
+            kernels.append(one)
+    return replace(full, kernels=tuple(kernels), storages=(), checkpointing="selective")
+
+
+def repeated(profile: Profile, order: list[int], heads: int = 1) -> Profile:
+    """The profile of a model whose units are those of `profile` in another order, some of them several times.
+
+    Storages are left out: what is repeated are kernels. `heads` is how often what lies behind the units is passed.
+    """
+    forward: dict[int, list[Kernel]] = {}
+    backward: dict[int, list[Kernel]] = {}
+    front: dict[str, list[Kernel]] = {"forward": [], "backward": []}
+    back: dict[str, list[Kernel]] = {"forward": [], "backward": []}
+    inside = {"forward": False, "backward": False}
+    optimizer: list[Kernel] = []
+    for kernel in profile.kernels:
+        if kernel.phase == "optimizer":
+            optimizer.append(kernel)
+        elif kernel.unit:
+            inside[kernel.phase] = True
+            (forward if kernel.phase == "forward" else backward).setdefault(kernel.unit, []).append(kernel)
+        else:
+            ahead = inside[kernel.phase] == (kernel.phase == "backward")
+            (front if ahead else back)[kernel.phase].append(kernel)
+    kernels = list(front["forward"])
+    for place, unit in enumerate(order, 1):
+        kernels += [replace(one, unit=place) for one in forward[unit]]
+    kernels += back["forward"] * heads + back["backward"] * heads
+    for place, unit in reversed(list(enumerate(order, 1))):
+        kernels += [replace(one, unit=place) for one in backward[unit]]
+    kernels += front["backward"]
+    units = (profile.units[0], *(replace(profile.units[unit], name=f"layers.{at}") for at, unit in enumerate(order)))
+    grown = _parameters(units) / max(1, _parameters(profile.units))
+    kernels += [replace(one, bytes=one.bytes * grown, flops=one.flops * grown) for one in optimizer]
+    return replace(profile, units=units, kernels=tuple(kernels), storages=())
+
+
+def _parameters(units: Iterable[Unit]) -> int:
+    return sum(one.parameters + one.expert_parameters for one in units)
+
+
+def count(module: nn.Module) -> int:
+    """Parameters of a module."""
+    return sum(one.numel() for one in module.parameters())
