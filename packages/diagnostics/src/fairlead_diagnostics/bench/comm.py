@@ -14,6 +14,7 @@ from fairlead.cli.session import Session
 from fairlead.detect import choose_environment
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead_diagnostics.bench.bandwidth import BUS_FACTORS, gigabytes, parse_size, slow_links
+from fairlead_diagnostics.bench.calibration import add_to_calibration, calibration_file, communication
 from fairlead_diagnostics.bench.layouts import aligned
 from fairlead_diagnostics.bench.plot import Line, plot, plot_file
 from fairlead_runs.describe import counted
@@ -30,6 +31,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             fix=f"name some of {', '.join(BUS_FACTORS)}",
         )
     drawn = plot_file(arguments.plot, session.cwd) if arguments.plot is not None else None
+    calibration = calibration_file(arguments.calibration, session.cwd)
     sizes = sorted({parse_size(text) for text in arguments.sizes.split(",")})
     asked = {
         "names": names,
@@ -50,6 +52,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             session.print(line)
     if drawn is not None:
         _plot(record, drawn)
+    if calibration is not None:
+        add_to_calibration(calibration, communication(record))
     return 0
 
 

@@ -126,7 +126,7 @@ def _timed(case: Case, device: torch.device) -> float:
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # 0.02 ms a product, 0.1 ms what autograd or an optimizer adds: the host queues all before the first one runs.
-        torch.cuda._sleep(count * (40_000 if case.part == "matmul" else 200_000))
+        torch.cuda._sleep(count * (40_000 if case.part == "matmul" else 200_000))  # type: ignore[no-untyped-call]
         start.record()
         for call in queue:
             call()
@@ -230,8 +230,8 @@ def _attention(
         q, k, v, above = (operand() for _ in range(4))
         if direction == "forward":
             return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        inputs = tuple(one.requires_grad_() for one in (q, k, v))
-        out = F.scaled_dot_product_attention(*inputs, is_causal=causal)
+        inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return lambda: torch.autograd.grad(out, inputs, above, retain_graph=True)
 
     flops = 4.0 * heads * length**2 * width * (0.5 if causal else 1) * (1 if direction == "forward" else 2.5)
@@ -299,7 +299,7 @@ def _launches(device: torch.device) -> Iterator[tuple[str, float]]:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-            torch.cuda._sleep(50_000_000)  # the device is busy: the host waits for nothing
+            torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # the device is busy: the host waits for nothing
         began = time.perf_counter()
         call()
         return (time.perf_counter() - began) / operators
