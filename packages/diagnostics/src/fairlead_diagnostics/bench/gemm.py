@@ -124,7 +124,7 @@ def _timed(case: Case, device: torch.device) -> float:
     count = max(1 if device.type == "cpu" else 3, min(_MOST_CALLS, round(_TIMING_S / once)))
     queue = list(itertools.islice(itertools.cycle(calls), count))
     if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         # 0.02 ms a product, 0.1 ms what autograd or an optimizer adds: the host queues all before the first one runs.
         torch.cuda._sleep(count * (40_000 if case.part == "matmul" else 200_000))  # type: ignore[no-untyped-call]
         start.record()
@@ -132,7 +132,7 @@ def _timed(case: Case, device: torch.device) -> float:
             call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / count
+        return float(start.elapsed_time(end)) / 1e3 / count
     began = time.perf_counter()
     for call in queue:
         call()
