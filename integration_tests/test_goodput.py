@@ -11,11 +11,11 @@ import pytest
 
 from fairlead_planning.goodput import goodput_forecast
 from fairlead_runs.checkpoint_interval import measured
-from fairlead_runs.goodput import goodput
+from fairlead_runs.goodput import GOOD, LOST, goodput
 
 LOOP = """
 import os
-import random
+import math
 import signal
 import sys
 import threading
@@ -27,12 +27,16 @@ from fairlead import Run
 from fairlead_runs.step_times import StepTimes
 
 StepTimes.__init__.__kwdefaults__["interval_s"] = 0.1  # of ten seconds a start as short as these would record nothing
-name, every, seed = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+name, every, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+MEAN_S = 5.0
+torch.manual_seed(1)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 with Run(f"runs/{name}", model=model, optimizer=optimizer, max_steps=600) as run:
     run.restore()
-    dies = random.Random(f"{seed}-{run.session.start}").expovariate(1 / 4.0)
+    starts = len(os.listdir(f"runs/{name}/starts"))
+    share = ((5 * (starts + seed)) % 8 + 0.5) / 8  # eight failures, as those of a constant rate are spread
+    dies = -MEAN_S * math.log(1 - share)
     threading.Timer(dies, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while run.steps < 600:
         time.sleep(0.02)
@@ -45,11 +49,11 @@ os._exit(0)  # the timer
 """
 
 
-def trained(folder: Path, name: str, every: int, seed: str) -> Path:
+def trained(folder: Path, name: str, every: int, seed: int) -> Path:
     """A run that is killed some seconds after each start, and started again until it is finished."""
     (folder / "loop.py").write_text(LOOP)
     for _ in range(40):
-        words = [sys.executable, "loop.py", name, str(every), seed]
+        words = [sys.executable, "loop.py", name, str(every), str(seed)]
         done = subprocess.run(words, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60, check=False)
         if done.returncode == 0:
             return folder / "runs" / name
@@ -59,14 +63,27 @@ def trained(folder: Path, name: str, every: int, seed: str) -> Path:
 
 @pytest.mark.full
 def test_the_goodput_of_a_run_is_predicted_from_what_another_one_has_cost(tmp_path: Path) -> None:
-    """With six times the interval: lost work is what has to be foretold. Within 90 % of the simulated jobs, and 5 %."""
-    before = measured([trained(tmp_path, "before", 25, "a")])
+    """With three times the interval: lost work is what has to be foretold, within 40 %, and goodput within 0.1.
+
+    How often it is killed is the test's own choice, and how long Python takes to start is that of who else uses the
+    machine: both are given.
+    """
+    before = measured([trained(tmp_path, "before", 25, 0)])
     assert before.failures >= 2
-    run = trained(tmp_path, "after", 150, "b")
+    run = trained(tmp_path, "after", 75, 4)
     went, after = goodput(run), measured([run])
-    useful_s = 600 * 0.0215
-    rate = after.failures / (after.run_s / 86_400) * 1000  # how often it is killed is the test's own choice
-    told = goodput_forecast(1, useful_s / 86_400, measured=before, failures=rate, interval_s=150 * 0.0215)
+    step_s = sum(went.seconds.get(part, 0.0) for part in GOOD) / 600
+    told = goodput_forecast(
+        1,
+        600 * step_s / 86_400,
+        measured=before,
+        failures=86_400 / 5.0 * 1000,
+        queue_s=after.wait_s,
+        interval_s=75 * step_s,
+    )
     assert went.share is not None
-    print(before, after, told, went.share, sep="\n")
-    assert told.lowest - 0.05 < went.share < told.highest + 0.05
+    lost_s, told_s = went.seconds[LOST] / after.failures, told.lost_h * 3600 / told.interruptions[0]
+    print(f"goodput {went.share:.3f}, told {told.effective:.3f}; lost at a failure {lost_s:.2f} s, told {told_s:.2f} s")
+    assert told.lowest < went.share < told.highest
+    assert went.share == pytest.approx(told.effective, abs=0.1)
+    assert lost_s == pytest.approx(told_s, rel=0.4)

@@ -62,7 +62,7 @@ class Situation:
         save_s: Seconds that training waits for a save.
         durable_s: Seconds until its checkpoint is durable.
         restart_s: Seconds from a failure to the end of the next start's first step, without the wait for a node.
-        queue_s: Seconds until another allocation, when a node is lost and there is no spare.
+        queue_s: Seconds until the next start begins, when a node is lost and there is no spare.
         repair_s: Seconds after which a lost node is a spare again.
         node_share: The share of failures after which the node cannot be used.
     """
@@ -88,9 +88,7 @@ class Situation:
     def costs(self) -> Costs:
         """As the formula takes them: without spares every lost node costs the queue, with them none does."""
         waits = 0.0 if self.spares else self.node_share.value * self.queue_s.value
-        return Costs(
-            max(self.save_s.value, 1e-3), self.failure_s, self.restart_s.value + waits, self.durable_s.value
-        )
+        return Costs(max(self.save_s.value, 1e-3), self.failure_s, self.restart_s.value + waits, self.durable_s.value)
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class GoodputForecast:
             of the jobs the `lowest` and `highest`.
         ends_after: Days on the clock until the job's end: mean, and the 5th and 95th of 100 jobs; infinite: never.
         interruptions: How many, likewise.
-        lost_h: Hours of training that are done twice; `saves_h`, `restarts_h`, `queue_h`: the other hours that are lost.
+        lost_h: Hours of training that are done twice; `saves_h`, `restarts_h`, `queue_h`: of the other losses.
         best_saves_h: Hours that the job would end earlier with the best interval; 0: it has that.
         worth: What would shorten the job, and by how much.
     """
@@ -156,17 +154,19 @@ class GoodputForecast:
         spares = f" and {now.spares} spare" if now.spares else ""
         yield f"Goodput: {self.days:.3g} days of training on {now.nodes:,} nodes{spares}"
         if not math.isfinite(self.ends_after[0]):
-            yield f"  it does not end: {self.formula:.1%} of the time counts with a save every {duration(self.interval_s)}"
+            every = duration(self.interval_s)
+            yield f"  it does not end: {self.formula:.1%} of the time counts with a save every {every}"
         else:
             low, high = self.ends_after[1:]
             yield f"  ends after {self.ends_after[0]:.3g} days (90 % of such jobs: {low:.3g} to {high:.3g})"
             yield f"  {self.effective:.1%} of the time counts ({self.lowest:.1%} to {self.highest:.1%})"
             mean, few, many = self.interruptions
-            parts = {"lost work": self.lost_h, "saves": self.saves_h, "restarts": self.restarts_h, "queue": self.queue_h}
-            hours = ", ".join(f"{name} {value:.3g} h" for name, value in parts.items())
+            hours = f"lost work {self.lost_h:.3g} h, saves {self.saves_h:.3g} h, "
+            hours += f"restarts {self.restarts_h:.3g} h, queue {self.queue_h:.3g} h"
             yield f"  {mean:.3g} interruptions ({few:.0f} to {many:.0f}); {hours}"
         if math.isfinite(self.daly_s):
-            text = f"  best: a save every {duration(self.daly_s)} of training (Daly; simulated {duration(self.simulated_s)})"
+            text = f"  best: a save every {duration(self.daly_s)} of training (Daly; "
+            text += f"simulated {duration(self.simulated_s)})"
             if self.best_saves_h:
                 text += f"; this job's {duration(self.interval_s)} cost {self.best_saves_h:.3g} h"
             yield text
@@ -237,7 +237,9 @@ def situation(
         for name, value in (("save_s", measured.save_s), ("durable_s", measured.durable_s)):
             known |= {name: Figure(value, history)} if value is not None else {}
         known |= {"restart_s": Figure(measured.restart_s, history)} if measured.restart_s is not None else {}
-        known |= {"queue_s": Figure(measured.wait_s, history)} if measured.wait_s is not None else {}
+        if measured.wait_s is not None:
+            known["queue_s"] = Figure(measured.wait_s, history)
+            known["node_share"] = Figure(1.0, "the wait in the history is that of every failure")
         if measured.failures >= LEAST_FAILURES and failures is None:
             observed = measured.failures
             days = measured.node_s / DAY_S
@@ -248,7 +250,8 @@ def situation(
         text = f"{state_bytes / 1e9:.3g} GB at {rate.value:g} GB/s of each node; {rate.source}"
         known["durable_s"] = Figure(state_bytes / nodes / rate.value / 1e9, text)
         # To the host's memory over PCIe 4, 25 GB/s for each of eight devices: what a data sheet promises, halved.
-        copied = Figure(state_bytes / nodes / 1e11, f"{text.partition(' at ')[0]} to the hosts at 100 GB/s of each node")
+        to_host = f"{state_bytes / 1e9:.3g} GB to the hosts at 100 GB/s of each node"
+        copied = Figure(state_bytes / nodes / 1e11, to_host)
         known["save_s"] = copied if asynchronous else known["durable_s"]
     known |= {name: Figure(float(value), "given") for name, value in given.items() if value is not None}
     if "durable_s" not in known or (save_s is not None and durable_s is None):
@@ -371,7 +374,8 @@ def _one(now: Situation, work: float, interval: float, numbers: random.Random) -
     if now.observed:  # as uncertain as so few failures make it
         failure_s *= now.observed / numbers.gammavariate(now.observed, 1.0)
     job, kept = _Played(), 0.0
-    spares, repaired = now.spares, []  # when each lost node is a spare again
+    spares = now.spares
+    repaired: list[float] = []  # when each lost node is a spare again
     for first in itertools.chain([True], itertools.repeat(False)):
         fails = numbers.expovariate(1.0) * failure_s
         broken = numbers.random() < now.node_share.value

@@ -28,7 +28,7 @@ _RUNTIMES: Final = {
     "threads": "threads:run",
     "scaling": "scaling:run",
     "comm": "comm:run",
-    "gemm": "calibration:run",
+    "gemm": "device:run",
 }
 """The module and function of each subcommand."""
 
