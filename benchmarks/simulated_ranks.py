@@ -95,9 +95,7 @@ def work(pipe: Connection, port: int, ranks: range, world_size: int) -> None:
 
     def meets(rank: int) -> None:
         facts = own_facts(torch.device("cpu"), config_hash="0" * 16)
-        stores[rank] = meet(
-            Opened(stores[rank], "here"), rank, world_size, facts, None, environ={}, timeout=TIMEOUT
-        )
+        stores[rank] = meet(Opened(stores[rank], "here"), rank, world_size, facts, None, environ={}, timeout=TIMEOUT)
 
     def each(call: Callable[[int], None]) -> None:
         threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from fairlead_planning.goodput import goodput_forecast
 from fairlead_runs.checkpoint_interval import measured
 from fairlead_runs.goodput import GOOD, LOST, goodput
+from integration_tests.made_run import make_run
+
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "goodput.md"
 
 LOOP = """
 import os
@@ -59,6 +63,16 @@ def trained(folder: Path, name: str, every: int, seed: int) -> Path:
             return folder / "runs" / name
         assert done.returncode == -9
     raise AssertionError("it does not end")
+
+
+def test_the_page_says_what_its_code_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(first, "first", "exec"), {})
+    assert capsys.readouterr().out == printed
+    make_run(tmp_path / "runs" / "lm", steps=60_000, ranks=8, starts=6)
+    done = subprocess.run([sys.executable, "-c", second], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.search(r"^2 failures; \d+\.\d% of the time will count\nbetween .*; save every \d+ min$", done.stdout)
 
 
 @pytest.mark.full

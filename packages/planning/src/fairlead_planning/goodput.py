@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from fairlead.errors import ConfigError
 from fairlead_runs.checkpoint_interval import LEAST_FAILURES, Costs, Measured, duration
+from fairlead_runs.describe import counted
 
 DAY_S: Final = 86_400.0
 _MOST_FAILURES: Final = 60_000
@@ -37,14 +38,14 @@ class Figure:
 ASSUMED: Final[Mapping[str, Figure]] = {
     "failures": Figure(
         419 / 54 / 2048 * 1000,
-        "Llama 3's 419 unexpected interruptions in 54 days on 2,048 nodes of 8 H100, arXiv:2407.21783; "
-        "Meta's research clusters had 2.34 and 6.50, arXiv:2410.21680",
+        "Llama 3: 419 in 54 days on 2,048 nodes, arXiv:2407.21783; Meta's research clusters: 2.34 and 6.50, "
+        "arXiv:2410.21680",
     ),
-    "restart_s": Figure(600, "MegaScale: found and diagnosed in less than 10 minutes on average, arXiv:2402.15627"),
+    "restart_s": Figure(600, "MegaScale: found and diagnosed within 10 minutes on average, arXiv:2402.15627"),
     "save_s": Figure(30, "assumed, without a source"),
-    "queue_s": Figure(1800, "assumed, without a source: no history says how long this queue is"),
+    "queue_s": Figure(1800, "assumed, without a source"),
     "repair_s": Figure(DAY_S, "assumed, without a source"),
-    "node_share": Figure(0.78, "Llama 3: 78 % of the interruptions were confirmed or suspected hardware"),
+    "node_share": Figure(0.78, "Llama 3: the share of confirmed or suspected hardware"),
     "node_gb_s": Figure(1.0, "Llama 3: storage of 2 TB/s, sustained, for about 2,000 nodes"),
 }
 """What is taken where nothing is given and no history says it; failures are those of 1,000 nodes a day."""
@@ -151,7 +152,7 @@ class GoodputForecast:
     def lines(self) -> Iterator[str]:
         """What a person reads."""
         now = self.situation
-        spares = f" and {now.spares} spare" if now.spares else ""
+        spares = f" and {counted(now.spares, 'spare')}" if now.spares else ""
         yield f"Goodput: {self.days:.3g} days of training on {now.nodes:,} nodes{spares}"
         if not math.isfinite(self.ends_after[0]):
             every = duration(self.interval_s)
@@ -174,21 +175,22 @@ class GoodputForecast:
         if worth:
             yield f"  worth: {', '.join(worth)}"
         yield "  from:"
-        for name, unit in _UNITS.items():
+        for name, label in _LABELS.items():
             figure: Figure = getattr(now, name)
-            shown = duration(figure.value) if unit == "s" else f"{figure.value:.3g}{unit}"
-            yield f"    {name.removesuffix('_s').replace('_', ' ')}: {shown} ({figure.source})"
+            text = duration(figure.value) if name.endswith("_s") else f"{figure.value:.3g}"
+            yield f"    {label.format(text)} ({figure.source})"
 
 
-_UNITS: Final = {
-    "failures": " a day of 1,000 nodes",
-    "save_s": "s",
-    "durable_s": "s",
-    "restart_s": "s",
-    "queue_s": "s",
-    "repair_s": "s",
-    "node_share": "",
+_LABELS: Final = {
+    "failures": "{} failures a day of 1,000 nodes",
+    "save_s": "{} of waiting for a save",
+    "durable_s": "{} until it is durable",
+    "restart_s": "{} for a restart",
+    "queue_s": "{} in the queue, where a node is lost and no spare is left",
+    "repair_s": "{} until a lost node is a spare again",
+    "node_share": "{} of the failures lose their node",
 }
+"""The figures of a situation, and how each is shown."""
 
 
 def situation(
@@ -257,7 +259,7 @@ def situation(
     if "durable_s" not in known or (save_s is not None and durable_s is None):
         save = known.get("save_s", ASSUMED["save_s"])
         known["durable_s"] = Figure(save.value, "as long as the training waits")
-    fields = {name: known.get(name, ASSUMED.get(name)) for name in _UNITS}
+    fields = {name: known.get(name, ASSUMED.get(name)) for name in _LABELS}
     return Situation(nodes, spares, observed=observed, **fields)  # type: ignore[arg-type]
 
 

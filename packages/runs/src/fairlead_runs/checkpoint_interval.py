@@ -103,7 +103,7 @@ def _measured(histories: Sequence[tuple[Goodput, Sequence[Mapping[str, Any]]]]) 
     failures = saved = 0
     gaps, durable, restarts, waits = [], [], [], []
     for went, events in histories:
-        orderly = {one.get("start") for one in events if one["event"] in ("signal", "finished")}
+        orderly = {one.get("start") for one in events if one["event"] in ("signal", "stop", "finished")}
         failed = {one.number for one in went.starts[:-1] if one.number not in orderly and one.trained is not None}
         failures += len(failed)
         saves = [one for one in events if one["event"] == "checkpoint"]
