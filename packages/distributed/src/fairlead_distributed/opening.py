@@ -142,9 +142,9 @@ def _connect(
 
 
 def _raise_file_limit(world_size: int) -> None:
-    """The store has an open connection of each rank, and more than one once the group is made; 1024 files are usual."""
+    """The store has five open connections of each rank once a run trains, a few more at times; 1024 files are usual."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + 4 * world_size
+    wanted = 1024 + 8 * world_size
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

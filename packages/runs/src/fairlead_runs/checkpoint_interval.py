@@ -7,16 +7,20 @@ estimate of the optimum checkpoint interval for restart dumps").  All times are 
 from __future__ import annotations
 
 import math
-import random
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from fairlead.errors import FairleadError
 from fairlead.findings import Finding
-from fairlead_runs.goodput import GOOD, VALIDATION, Goodput, StartTimes, event_time, goodput, timed_events
+from fairlead_runs.fingerprints import Fingerprint
+from fairlead_runs.goodput import Goodput, event_time, goodput, timed_events
+from fairlead_runs.pace import trainer_settings
+from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE
 
 LEAST_FAILURES: Final = 2
 """Failures that a run must have had: of fewer nobody can tell how often they come."""
@@ -32,11 +36,14 @@ class Costs:
         save_s: Seconds for which the training waits while it saves.
         failure_s: Mean seconds between two failures of the whole job; of N nodes, that of one divided by N.
         restart_s: Seconds from a failure until the training goes on: noticing it, the queue, start-up, the first step.
+        durable_s: Seconds from the beginning of a save until its checkpoint is durable, where that is longer than the
+            training waits: a failure in between is followed by the checkpoint before.
     """
 
     save_s: float
     failure_s: float
     restart_s: float
+    durable_s: float = 0.0
 
     def best_interval(self) -> float:
         """Seconds of training between two saves that cost least, by Daly's estimate.
@@ -54,71 +61,116 @@ class Costs:
         """The share of the time that is training which counts, with a save after each `interval` seconds of it."""
         if self.save_s + interval > 500 * self.failure_s:  # it never gets to a save
             return 0.0
-        lost = math.exp(self.restart_s / self.failure_s) * math.expm1((interval + self.save_s) / self.failure_s)
+        again = self.restart_s + max(0.0, self.durable_s - self.save_s)
+        lost = math.exp(again / self.failure_s) * math.expm1((interval + self.save_s) / self.failure_s)
         return interval / (self.failure_s * lost)
 
-    def simulated(self, interval: float, days: float, trials: int = 200, seed: int = 0) -> Sequence[float]:
-        """The same for trainings of so many days, each with failures of its own, the lowest first.
 
-        Args:
-            interval: Seconds of training between two saves.
-            days: How long each takes on the clock.
-            trials: How many are played.
-            seed: Of the failures.
-        """
-        numbers = random.Random(seed)
-        return sorted(self._played(interval, days * 86_400, numbers) for _ in range(trials))
+@dataclass(frozen=True)
+class Measured:
+    """What a run's history, or those of several runs together, say of failures, saves and starts.
 
-    def _played(self, interval: float, length: float, numbers: random.Random) -> float:
-        clock = kept = 0.0
-        restarting = False
-        while clock < length:
-            ends = clock + numbers.expovariate(1 / self.failure_s)  # when the next failure comes
-            begins = clock + (self.restart_s if restarting else 0.0)
-            if begins < ends:  # else it fails again while it starts
-                kept += interval * math.floor((min(ends, length) - begins) / (interval + self.save_s))
-            clock, restarting = min(ends, length), True
-        return kept / length
+    Attributes:
+        failures: How often a start ended by something else than an announced stop or the end of the run.
+        run_s: Seconds for which its starts ran; `node_s`: times the nodes of each.
+        save_s: Seconds of a save for which the training waited; None: nothing was saved.
+        durable_s: Seconds from the beginning of a save until its checkpoint was durable; None likewise.
+        interval_s: Seconds of training between two saves; None: there were not two in one start.
+        restart_s: Seconds from the begin of a start to the end of its first step; None: none has trained.
+        wait_s: Seconds between the end of a start that failed and the next one; None: there was none.
+    """
+
+    failures: int
+    run_s: float
+    node_s: float
+    save_s: float | None
+    durable_s: float | None
+    interval_s: float | None
+    restart_s: float | None
+    wait_s: float | None
+
+
+def measured(runs: Sequence[Path]) -> Measured:
+    """What the histories of these runs say together.
+
+    A stop that was announced loses nothing, and is no failure; nor is the last start of a run one, which may go on.
+    """
+    return _measured([(goodput(run), timed_events(run)) for run in runs])
+
+
+def _measured(histories: Sequence[tuple[Goodput, Sequence[Mapping[str, Any]]]]) -> Measured:
+    run_s = node_s = saving = 0.0
+    failures = saved = 0
+    gaps, durable, restarts, waits = [], [], [], []
+    for went, events in histories:
+        orderly = {one.get("start") for one in events if one["event"] in ("signal", "stop", "finished")}
+        failed = {one.number for one in went.starts[:-1] if one.number not in orderly and one.trained is not None}
+        failures += len(failed)
+        saves = [one for one in events if one["event"] == "checkpoint"]
+        durable += [float(one["seconds"]) for one in saves if isinstance(one.get("seconds"), int | float)]
+        gaps += [
+            event_time(later) - event_time(earlier)
+            for earlier, later in pairwise(saves)
+            if earlier.get("start") == later.get("start") and later.get("step") != earlier.get("step")
+        ]
+        saved += len(saves)
+        saving += sum(one.ranks[0].seconds.get("save", 0.0) for one in went.starts if one.ranks)
+        waits += [wait for one, wait in zip(went.starts, went.waits[1:], strict=False) if one.number in failed]
+        for one in went.starts:
+            run_s += one.ended - one.began
+            node_s += (one.ended - one.began) * max(1, len({rank.host for rank in one.ranks}))
+            if one.trained is not None:
+                restarts.append(one.seconds.get("start-up", 0.0) + one.seconds.get("first-step", 0.0))
+    save_s = max(0.001, saving / saved) if saved else None
+    return Measured(
+        failures=failures,
+        run_s=run_s,
+        node_s=node_s,
+        save_s=save_s,
+        durable_s=statistics.mean(durable) if durable else None,
+        interval_s=max(0.001, statistics.median(gaps) - (save_s or 0.0)) if gaps else None,
+        restart_s=statistics.mean(restarts) if restarts else None,
+        wait_s=statistics.mean(waits) if waits else None,
+    )
 
 
 def measured_costs(run: Path, went: Goodput | None = None) -> tuple[Costs, float] | None:
-    """The costs of a run, and the seconds of training between two of its saves; None: it has not failed often enough.
+    """The costs of a run, and the seconds of training between two of its saves; None: it has failed too seldom."""
+    found = _measured([(went if went is not None else goodput(run), timed_events(run))])
+    if found.failures < LEAST_FAILURES:
+        return None
+    if found.interval_s is None or found.save_s is None or found.restart_s is None:
+        return None
+    restart_s = found.restart_s + (found.wait_s or 0.0)
+    costs = Costs(found.save_s, found.run_s / found.failures, restart_s, found.durable_s or 0.0)
+    return costs, found.interval_s
 
-    A stop that was announced loses nothing, and is no failure.
+
+def earlier_finding(run: Path) -> Finding | None:
+    """The same of the newest earlier run of this job, for a first start; None: there is none that has failed twice.
+
+    Earlier runs lie beside it, as `--resume never` makes them (`name`, `name-2`, ...), have its fingerprint and save as
+    seldom as it does.
     """
-    went = went if went is not None else goodput(run)
-    events = timed_events(run)
-    orderly = {one.get("start") for one in events if one["event"] in ("signal", "finished")}
-    failed = [one for one in went.starts[:-1] if one.number not in orderly and one.trained is not None]
-    if len(failed) < LEAST_FAILURES:
-        return None
-    saves = [one for one in events if one["event"] == "checkpoint"]
-    gaps = [
-        event_time(later) - event_time(earlier)
-        for earlier, later in pairwise(saves)
-        if earlier.get("start") == later.get("start") and later.get("step") != earlier.get("step")
-    ]
-    trained = sum(_training(one) for one in went.starts)
-    if not gaps or not trained:
-        return None
-    saving = sum(one.ranks[0].seconds.get("save", 0.0) for one in went.starts if one.ranks)
-    save_s = max(saving / max(1, len(saves)), 0.001)
-    restarts = [
-        went.waits[position + 1] + later.seconds.get("start-up", 0.0) + later.seconds.get("first-step", 0.0)
-        for position, (one, later) in enumerate(pairwise(went.starts))
-        if one in failed and later.trained is not None
-    ]
-    if not restarts:
-        return None
-    ran = sum(one.ended - one.began for one in went.starts)
-    return Costs(save_s, ran / len(failed), statistics.mean(restarts)), max(0.001, statistics.median(gaps) - save_s)
+    base = re.sub(r"-\d+$", "", run.name)
+    names = re.compile(rf"{re.escape(base)}(-\d+)?")
+    beside = [one for one in run.parent.iterdir() if names.fullmatch(one.name) and (one / HISTORY_FILE).is_file()]
+    own = _identity(run)
+    for one in sorted(beside, key=lambda path: (path / HISTORY_FILE).stat().st_mtime, reverse=True):
+        if one.name != run.name and own is not None and _identity(one) == own:
+            return interval_finding(one, who=f"{one.name}, an earlier run of this job,")
+    return None
 
 
-def _training(start: StartTimes) -> float:
-    return sum(start.seconds.get(part, 0.0) for part in (*GOOD, VALIDATION))
+def _identity(run: Path) -> tuple[str, Any] | None:
+    """The digest of a run's settings and when it saves, which is none of them; None: they cannot be read."""
+    try:
+        return Fingerprint.load(run / FINGERPRINT_FILE).digest, trainer_settings(run).get("checkpoint")
+    except FairleadError:
+        return None  # it is somebody else's, and no reason not to start
 
 
-def interval_finding(run: Path, went: Goodput | None = None) -> Finding | None:
+def interval_finding(run: Path, went: Goodput | None = None, who: str = "the run") -> Finding | None:
     """That a run saves far too seldom or too often for its failures; None: it does not, or that is not known."""
     measured = measured_costs(run, went)
     if measured is None:
@@ -132,17 +184,23 @@ def interval_finding(run: Path, went: Goodput | None = None) -> Finding | None:
     return Finding(
         "warning",
         "checkpoint-interval",
-        f"the run saves every {_words(interval)}, and {_words(best)} would cost less: "
+        f"{who} saves every {duration(interval)}, and {duration(best)} would cost less: "
         f"{then:.1%} of the time would count, in place of {now:.1%}",
-        why=f"it has failed every {_words(costs.failure_s)}, a save takes {_words(costs.save_s)} of the training, and "
-        f"{_words(costs.restart_s)} pass until it goes on; so {'lost work' if seldom else 'saving'} costs most",
+        why=f"it has failed every {duration(costs.failure_s)}, a save takes {duration(costs.save_s)} of the training, "
+        f"and {duration(costs.restart_s)} pass until it goes on; so {'lost work' if seldom else 'saving'} costs most",
         fix=f"trainer.checkpoint.every_n_minutes: {max(1, round(best / 60))}"
         if best >= 45
         else "save after fewer steps (trainer.checkpoint.every_n_steps)",
     )
 
 
-def _words(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit of which they are two or more.
+
+    Example:
+        >>> duration(90), duration(600)
+        ('90 s', '10 min')
+    """
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

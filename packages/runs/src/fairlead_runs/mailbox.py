@@ -134,6 +134,8 @@ class StoreMailbox(Mailbox):
 
     def wait(self, key: str, seconds: float) -> bool:
         """Whether a key was set within so many seconds."""
+        if seconds <= 0:  # a wait that cannot succeed has torch warn, and look up names of addresses for it
+            return self.has(key)
         deadline = time.monotonic() + seconds
         try:
             self._store.wait([self._prefix + key], timedelta(seconds=max(0.001, seconds)))

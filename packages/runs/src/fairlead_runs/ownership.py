@@ -15,7 +15,7 @@ from fairlead_runs.commit.files import disk_error, ensure_dir
 from fairlead_runs.exclusion import SCREENS
 from fairlead_runs.fingerprints import Difference, Fingerprint, leaves, limits
 from fairlead_runs.history import read_history
-from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE
+from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE, LOCK_FILE, PLAN_FILE
 from fairlead_runs.submitted import SUBMISSIONS
 from fairlead_runs.switches import SAVE, STOP
 
@@ -24,7 +24,7 @@ FOLDERS: Final = ("starts", "checkpoints", "logs", "heartbeats")
 _METRICS: Final = "metrics.csv"
 _OURS: Final = {
     *(JOB_FILE, FINGERPRINT_FILE, HISTORY_FILE, _METRICS, *FOLDERS),
-    *("stacks", "flight-recorder", SUBMISSIONS, SCREENS, SAVE, STOP),
+    *("stacks", "flight-recorder", SUBMISSIONS, SCREENS, SAVE, STOP, PLAN_FILE),
 }
 _OURS_TOO: Final = (LOCK_FILE, ".tmp-", "predictions-")
 

@@ -45,7 +45,7 @@ class Pace:
 def pace(run: RunState, now: float) -> Pace:
     """The pace of a run; reads its history and its job."""
     events = read_history(run.path / "history.jsonl")
-    trainer = _trainer(run.path)
+    trainer = trainer_settings(run.path)
     saved = _last(events, "checkpoint")
     rate = speed(events, run.ranks)
     limit, step = _integer(trainer.get("max_steps")), run.step
@@ -91,7 +91,8 @@ def _last(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
     return next((event for event in reversed(events) if event["event"] == name), {})
 
 
-def _trainer(path: Path) -> Mapping[str, Any]:
+def trainer_settings(path: Path) -> Mapping[str, Any]:
+    """The section `trainer` of a run's job; empty where it cannot be read."""
     try:
         job = yaml.load_file(path / "job.yaml").data
     except FairleadError:  # a run that never began, or a damaged file

@@ -20,6 +20,8 @@ from fairlead_runs.submitted import was_submitted
 FINGERPRINT_FILE = "fingerprint.json"
 HISTORY_FILE = "history.jsonl"
 LOCK_FILE = ".lock"
+PLAN_FILE = "plan.json"
+"""What `fairlead plan --write` has predicted of the run."""
 
 State = Literal["running", "finished", "failed", "stopped", "interrupted", "unknown"]
 _ENDS: Mapping[str, State] = {"finished": "finished", "failed": "failed", "stop": "stopped"}

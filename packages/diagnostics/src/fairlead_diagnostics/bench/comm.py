@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import tempfile
@@ -16,6 +17,7 @@ from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead_diagnostics.bench.bandwidth import BUS_FACTORS, gigabytes, parse_size, slow_links
 from fairlead_diagnostics.bench.layouts import aligned
 from fairlead_diagnostics.bench.plot import Line, plot, plot_file
+from fairlead_diagnostics.calibration import add_to_calibration, calibration_file
 from fairlead_runs.describe import counted
 
 
@@ -30,6 +32,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             fix=f"name some of {', '.join(BUS_FACTORS)}",
         )
     drawn = plot_file(arguments.plot, session.cwd) if arguments.plot is not None else None
+    calibration = calibration_file(arguments.calibration, session.cwd)
     sizes = sorted({parse_size(text) for text in arguments.sizes.split(",")})
     asked = {
         "names": names,
@@ -50,6 +53,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             session.print(line)
     if drawn is not None:
         _plot(record, drawn)
+    if calibration is not None:
+        add_to_calibration(calibration, _calibration(record))
     return 0
 
 
@@ -116,6 +121,31 @@ def _size(count: int) -> str:
         if count >= 0.99 * unit:  # a multiple of the ranks may be a few bytes less
             return f"{count / unit:.3g} {name}"
     return f"{count} B"
+
+
+def _calibration(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a calibration that `bench comm` has measured; latency is the time of the smallest message."""
+    rows = [row for row in record["collectives"] if "failed" not in row]
+    nodes = len(set(record["hosts"]))
+    found = []
+    for row in rows:
+        smallest = min((one for one in rows if one["collective"] == row["collective"]), key=lambda one: one["bytes"])
+        found.append(
+            {
+                "op": row["collective"],
+                "ranks": record["ranks"],
+                "nodes": nodes,
+                "bytes": row["bytes"],
+                "bus_gb_s": row["bus_bytes_per_s"] / 1e9,
+                "latency_us": statistics.median(smallest["seconds"]) * 1e6,
+            }
+        )
+    return {
+        "device": record["device"],
+        "source": f"fairlead bench comm, torch {record['torch']}, {record['backend']}, {record['ranks']} ranks",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "communication": found,
+    }
 
 
 def _plot(record: Mapping[str, Any], file: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 bench = CommandPlugin(
     "bench",
-    "measure communication, scaling, and which settings are fastest for your job",
+    "measure communication, the device, scaling, and which settings are fastest for your job",
     arguments="fairlead_diagnostics.bench.command:bench_arguments",
     runtime="fairlead_diagnostics.bench.command:run_bench",
     engines=(*LIGHTNING, "fairlead-lightning"),
@@ -24,14 +24,19 @@ bench = CommandPlugin(
     example=("threads", "no-such.yaml"),
 )
 
-_RUNTIMES: Final = {"threads": "threads:run", "scaling": "scaling:run", "comm": "comm:run"}
+_RUNTIMES: Final = {
+    "threads": "threads:run",
+    "scaling": "scaling:run",
+    "comm": "comm:run",
+    "gemm": "device:run",
+}
 """The module and function of each subcommand."""
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fairlead bench`."""
     actions = parser.add_subparsers(
-        dest="action", metavar="comm|scaling|threads", required=True, help="what to measure"
+        dest="action", metavar="comm|gemm|scaling|threads", required=True, help="what to measure"
     )
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
@@ -40,6 +45,9 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
         return added
 
     _comm(action("comm", "time each collective between the ranks of this allocation, or of this machine"))
+    gemm = action("gemm", "time matrix products, attention, memory and launches on this machine's device")
+    gemm.add_argument("--rounds", metavar="N", type=_count, default=5, help="how often to time each (default: 5)")
+    _calibration(gemm)
     threads = action("threads", "compare one process on all CPUs with several on a share each, and advise which to use")
     scaling = action("scaling", "train your job with several numbers of workers: speed-up, efficiency, communication")
     threads.add_argument(
@@ -93,6 +101,13 @@ def _comm(comm: argparse.ArgumentParser) -> None:
         help="also the link of each pair of nodes (of ranks on one machine); name slow ones",
     )
     _plot(comm)
+    _calibration(comm)
+
+
+def _calibration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="add the figures to this JSON file, which `fairlead plan` reads"
+    )
 
 
 def _plot(parser: argparse.ArgumentParser) -> None:

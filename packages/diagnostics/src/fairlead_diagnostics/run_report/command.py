@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, RunDirectoryError
-from fairlead_diagnostics.run_report.content import read_content
+from fairlead_diagnostics.calibration import add_to_calibration, calibration_file
+from fairlead_diagnostics.run_report.content import RunContent, read_content
 from fairlead_diagnostics.run_report.page import page
 from fairlead_runs.commands.texts import find_run
 from fairlead_runs.commit import atomic_write
 from fairlead_runs.describe import shown_path
+from fairlead_runs.predicted import record
+from fairlead_runs.states import PLAN_FILE
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +27,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         help="the page to write (default: report.html in the run directory; of several runs: here)",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="add what was planned and what was measured to this calibration, which `fairlead plan` reads",
     )
 
 
@@ -37,7 +46,10 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         raise ConfigError(f"{file} is a folder", where="--output", fix=f"-o {file / 'report.html'}")
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent}", where="--output", fix=f"mkdir -p {file.parent}")
+    calibration = calibration_file(arguments.record, session.cwd, "--record")
     runs = [read_content(path, len(paths)) for path in paths]
+    if calibration is not None:
+        _record(runs, calibration)
     try:
         atomic_write(file, page(runs, time.time()).encode(), error=RunDirectoryError)
     except RunDirectoryError as error:
@@ -49,8 +61,24 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         if share is None and one.run.step:
             good = "its times are not recorded"
         session.print(f"{one.run.name}: {one.run.state}, {good}")
+        if one.comparison is not None:
+            session.print(f"{one.run.name}: {one.comparison.sentence()}")
     session.print(f"written: {shown_path(file, session.cwd)}")
     return 0
+
+
+def _record(runs: Sequence[RunContent], file: Path) -> None:
+    for one in runs:
+        if one.comparison is None:
+            raise ConfigError(
+                f"nothing was planned of {one.run.name}",
+                where="--record",
+                why=f"{one.run.path} has no {PLAN_FILE}",
+                fix="fairlead plan JOB --write, before the job runs",
+            )
+        row = record(one.comparison, one.run.path)
+        device = str(one.comparison.predicted.get("device"))
+        add_to_calibration(file, {"device": device, "source": "fairlead report", "date": row["date"], "runs": [row]})
 
 
 def _default(paths: list[Path], here: Path) -> Path:

@@ -16,6 +16,7 @@ from fairlead_runs import RunState, state
 from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.commands.status import find_stuck, stuck_line
 from fairlead_runs.goodput import Goodput, event_time, goodput, timed_events
+from fairlead_runs.predicted import Comparison, compare
 from fairlead_runs.step_findings import step_findings
 from fairlead_runs.step_times import read_series
 
@@ -65,6 +66,7 @@ class RunContent:
         settings: Each setting of its last start with its value and the reason.
         provenance: Code, environment and hardware of its last start.
         exactness: What its last start has recorded against an exact resume.
+        comparison: What was predicted of it beside what it measured; None: nothing was.
     """
 
     run: RunState
@@ -76,6 +78,7 @@ class RunContent:
     settings: Mapping[str, Mapping[str, Any]]
     provenance: Mapping[str, Any]
     exactness: Recorded | None
+    comparison: Comparison | None
 
     @property
     def exact_words(self) -> Iterator[str]:
@@ -108,6 +111,7 @@ def read_content(path: Path, runs: int = 1) -> RunContent:
         settings=_json(starts / str(last) / "resolution.json"),
         provenance=_json(starts / str(last) / "provenance.json"),
         exactness=last_record(path),
+        comparison=compare(path, went),
     )
 
 

@@ -27,6 +27,7 @@ from fairlead_diagnostics.run_report.content import RunContent
 from fairlead_runs.commands.facts import in_words
 from fairlead_runs.commands.runs import differing_settings
 from fairlead_runs.goodput import LOST, OTHER, QUEUE, START_UP, StartTimes
+from fairlead_runs.predicted import Comparison, shown
 from fairlead_runs.step_findings import milliseconds
 from fairlead_runs.step_times import STEP_PARTS, RankTimes
 
@@ -123,6 +124,8 @@ def _run(run: RunContent, charts: _Charts, now: float) -> dict[str, Any]:
         "ranks": _ranks(measured),
         "spread": _spread(measured),
         "rank_charts": charts.add([rank_chart(measured)]),
+        "planned": run.comparison.sentence() if run.comparison is not None else "",
+        "planned_rows": list(_planned(run.comparison)),
         "exactness": list(run.exact_words),
         "settings": [row for row in settings if row[2] != "the default"],
         "defaults": [row for row in settings if row[2] == "the default"],
@@ -165,6 +168,12 @@ def _parts(run: RunContent) -> Iterator[dict[str, str]]:
                 "color": COLORS[part],
                 "meaning": MEANINGS[part],
             }
+
+
+def _planned(found: Comparison | None) -> Iterator[tuple[str, str, str, str]]:
+    for one in found.pairs if found is not None else ():
+        error = f"{one.error:+.1%}" if one.error is not None else "-"
+        yield one.name, shown(one.predicted, one.unit), shown(one.measured, one.unit), error
 
 
 def _start(start: StartTimes, wait: float) -> tuple[str, ...]:
