@@ -14,7 +14,6 @@ from fairlead_planning.layouts import Layout
 from fairlead_planning.memory import memory
 from fairlead_planning.profile import Profile
 from fairlead_planning.trace import Work, trace
-from fairlead_planning.variants import checkpointed, with_rows
 from fairlead_strategies.layout import Layout as Mesh
 
 LAYOUTS: dict[str, Layout] = {
@@ -63,7 +62,7 @@ def predict(name: str, strategy: str, rows: int, precision: str) -> list[Any]:
     layout = LAYOUTS[strategy]
     words = "sequence" if layout.sequence else "tensor" if layout.mesh.tensor > 1 else ""
     profile = profile_of(name, rows // layout.accumulation, precision, words)
-    return memory(checkpointed(profile, layout.checkpointing), layout, "cpu")
+    return memory(profile, layout, "cpu")
 
 
-__all__ = ["LAYOUTS", "LightningModule", "predict", "with_rows"]
+__all__ = ["LAYOUTS", "LightningModule", "predict"]

@@ -7,7 +7,7 @@ trace; what a model's weights would decide is taken as evenly spread (the expert
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -53,6 +53,11 @@ class KnownValues:
         self._known[fake] = value
         return fake
 
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Takes these as not known: weights, whose first numbers are not those of a training."""
+        for one in tensors:
+            self._known.pop(one, None)
+
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives, with its numbers where they are known.
 
@@ -70,14 +75,14 @@ class KnownValues:
         results = [one for one in tree_flatten(out)[0] if isinstance(one, Tensor)]
         if not results or not all(map(_small, results)):
             if func._schema.is_mutable:
-                self._forget(args)
+                self._forget_changed(args)
             return out
         if all(one is not None for one in values):
             numbers = iter(values)
             real = [next(numbers) if isinstance(one, Tensor) else one for one in flat]
             self._compute(func, tree_unflatten(real, spec), results)
         elif func._schema.is_mutable:
-            self._forget(args)
+            self._forget_changed(args)
         if func in _CHOOSE and results[1] not in self._known:
             self.remember(results[1], self._spread(results[1], tensors[0].shape[_dim(func, args, kwargs)]))
         elif func is aten.argmax.default and results[0] not in self._known:
@@ -148,7 +153,7 @@ class KnownValues:
                 return (first % size).reshape(like.shape)
             return torch.randint(size, like.shape, generator=self._random)
 
-    def _forget(self, args: Any) -> None:
+    def _forget_changed(self, args: Any) -> None:
         if args and isinstance(args[0], Tensor):
             self._known.pop(args[0], None)
 
@@ -167,5 +172,3 @@ def _small(tensor: Tensor) -> bool:
     exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     return tensor.numel() <= (_MOST if exact else _MOST // 100)
 
-
-Call = Callable[[Any, Any, Any], Any]

@@ -32,6 +32,9 @@ class Layout:
     """Sequence parallelism beside tensor parallelism: what lies between the split parts of a layer is divided as well."""
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    cast: bool = False
+    """Sharded parameters are cast to 16 bits when they are gathered (FSDP2's `mixed_precision`), instead of by autocast
+    in each operator."""
     bucket: int = 200_000_000
     """Elements of DeepSpeed's buckets of gradients, which it reserves whatever the size of the model."""
     offload: bool = False

@@ -80,6 +80,7 @@ def trace(work: Work) -> Profile:
                 _cast(model, low)
             model.train()
             optimizers = list(work.optimizers(model))
+            values.forget(model.parameters())
         batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), work.batch)
         with _Step(model, values, kept, work.plan) as step:
             with ExitStack() as stack:
