@@ -52,37 +52,56 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)
 
 
-class LlamaBlock(nn.Module):
-    """RMSNorm, rotary positions, grouped queries, SwiGLU."""
+class LlamaAttention(nn.Module):
+    """Rotary positions, grouped queries."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, width // heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, width // heads
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        groups = self.num_heads // self.num_kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
         self.gate_proj = nn.Linear(width, hidden, bias=False)
         self.up_proj = nn.Linear(width, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm before attention and perceptron."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.self_attn, self.mlp = LlamaAttention(width, heads, kv_heads), LlamaMLP(width, hidden)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        y = self.attention_norm(x)
-        q, k, v = (
-            layer(y).view(batch, length, heads, self.head_dim).transpose(1, 2)
-            for layer, heads in (
-                (self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads)
-            )
-        )
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        groups = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
-        y = self.mlp_norm(x)
-        out: Tensor = x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 

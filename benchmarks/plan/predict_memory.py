@@ -42,9 +42,10 @@ def profile_of(name: str, rows: int, precision: str, words: str) -> Profile:
     def model() -> Any:
         return module_of(name)
 
-    plan = {}
-    if words:
-        plan = {n: one[0] for n, one in automatic(model(), 2, words == "sequence").layers.items()}
+    def plan(module: Any) -> dict[str, str]:
+        if not words:
+            return {}
+        return {n: one[0] for n, one in automatic(module, 2, words == "sequence").layers.items()}
 
     def loss(module: Any, batch: Any) -> Any:
         return module.training_step(batch, 0)

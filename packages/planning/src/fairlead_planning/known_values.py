@@ -46,6 +46,8 @@ class KnownValues:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._known: Any = WeakTensorKeyDictionary()
+        self.decided = False
+        """Whether sizes followed from them."""
         self._random = torch.Generator().manual_seed(0)
 
     def remember(self, fake: Tensor, value: Tensor) -> Tensor:
@@ -102,6 +104,8 @@ class KnownValues:
             self.remember(fake, value)
 
     def _by_data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.decided = True
+
         def value(one: Any) -> Any:
             if not isinstance(one, Tensor):
                 return one
@@ -135,6 +139,7 @@ class KnownValues:
     def _number(self, tensor: Tensor) -> Any:
         value = self._known.get(tensor)
         if value is not None:
+            self.decided = self.decided or not tensor.dtype.is_floating_point
             with unset_fake_temporarily():  # type: ignore[no-untyped-call]
                 return value.item()
         # A loss that is logged, a check for NaN: neither changes what a step does. A count would.

@@ -7,7 +7,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from fairlead_planning.profile import CAST, Kernel, Kind, Phase, Profile, Storag
 aten = torch.ops.aten
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _CONVOLUTIONS: Final = ("convolution", "_convolution", "convolution_backward")
+_PRIMES: Final = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
 _NO_KERNEL: Final = ("detach", "lift_fresh", "alias", "_local_scalar_dense", "empty", "empty_like", "new_empty")
 
 
@@ -51,22 +52,40 @@ class Work:
     what FSDP2's `mixed_precision` does: parameters are kept as they are and cast when they are gathered."""
     device: str = "cuda"
     """Whose operators the step calls: `cuda` or `cpu`."""
-    plan: Mapping[str, str] = field(default_factory=dict)
+    plan: Callable[[nn.Module], Mapping[str, str]] = lambda model: {}
     """For tensor parallelism: a word (`colwise`, `rowwise`, `vocab`, ...) for modules by their names."""
 
 
 def trace(work: Work) -> Profile:
-    """The profile of one step.
+    """The profile of one step; see `trace_rows`."""
+    return _trace(work, None)[0]
+
+
+def trace_rows(work: Work, rows: int) -> tuple[Profile, Profile | None]:
+    """The profile of one step, and that of twice as many rows, between which and beyond which sizes lie on a line.
+
+    The step is traced once, with a prime number of rows by which no size of the model can be divided: what that prime
+    divides is what grows with the rows. None in place of the second: how many tensors there are, or their sizes, follow
+    from the numbers in the batch.
+
+    Args:
+        work: What is trained; all tensors of its batch have so many rows.
+        rows: How many.
 
     Raises:
         ConfigError: The step cannot be run without data: it asks for numbers that the weights decide.
         Exception: What the model's code raises.
 
     Example:
-        >>> profile = trace(Work(lambda: nn.Linear(4, 4), torch.zeros(2, 4), lambda model, batch: model(batch).sum()))
-        >>> profile.parameters
-        20
+        >>> work = Work(lambda: nn.Linear(4, 4), torch.zeros(2, 4), lambda model, batch: model(batch).sum())
+        >>> one, two = trace_rows(work, 2)
+        >>> one.parameters, two.rows / one.rows
+        (20, 2.0)
     """
+    return _trace(work, rows)
+
+
+def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         values = KnownValues(fake)
         with _Recorder(values) as building, torch.random.fork_rng(devices=()):
@@ -81,8 +100,13 @@ def trace(work: Work) -> Profile:
             model.train()
             optimizers = list(work.optimizers(model))
             values.forget(model.parameters())
-        batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), work.batch)
-        with _Step(model, values, kept, work.plan) as step:
+        prime, batch = 0, work.batch
+        if rows is not None:
+            prime = _prime(model, batch)
+        if prime:
+            batch = tree_map(lambda one: _repeated(one, rows or 1, prime), batch)
+        batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), batch)
+        with _Step(model, values, kept, work.plan(model), prime) as step:
             with ExitStack() as stack:
                 if work.device == "cuda":
                     stack.enter_context(CudaOperators())
@@ -101,6 +125,18 @@ def trace(work: Work) -> Profile:
                     _as_on_cuda(one)
                 one.step()
             return step.profile(optimizers, _tensors(batch))
+
+
+def _prime(model: nn.Module, batch: Any) -> int:
+    """A number of rows that divides no size of the model, nor of a sample; 0: there is none."""
+    sizes = {size for p in (*model.parameters(), *model.buffers()) for size in p.shape}
+    sizes |= {size for one in _tensors(batch) for size in one.shape[1:]}
+    return next((p for p in _PRIMES if all(size % p for size in sizes if size)), 0)
+
+
+def _repeated(one: Any, rows: int, wanted: int) -> Any:
+    """A tensor of the batch with another number of samples: its own, over and over."""
+    return one[torch.arange(wanted) % rows] if isinstance(one, Tensor) and one.ndim else one
 
 
 def _low(precision: str) -> torch.dtype | None:
@@ -175,6 +211,8 @@ class _Life:
     """Of a storage, while the step runs."""
 
     bytes: int
+    doubled: int
+    """Its bytes with twice as many rows."""
     born: int
     unit: int
     kind: str
@@ -192,9 +230,12 @@ _WHOLE, _SPLIT = 0, 1
 class _Step(TorchDispatchMode):
     """Records the operators of a step, and the storages that they make."""
 
-    def __init__(self, model: nn.Module, values: KnownValues, kept: list[int], plan: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: nn.Module, values: KnownValues, kept: list[int], plan: Mapping[str, str], prime: int
+    ) -> None:
         super().__init__()
-        self.model, self.values = model, values
+        self.model, self.values, self._prime = model, values, prime
+        self.doubled: list[tuple[float, float, tuple[int, int, int, int] | None]] = []
         self.phase: Phase = "forward"
         self.kernels: list[Kernel] = []
         self._layers = find_layers(model)
@@ -324,7 +365,8 @@ class _Step(TorchDispatchMode):
             self._live(one, "activation", unit, state, expert, name)
         if name == "convolution_backward":  # the library computes a weight's gradient in a layout of its own first
             size = float(max((_bytes(one) for one in ins[2:3]), default=0))
-            self._all.append(_Life(int(size), index, unit, "activation", state, expert, index, maker="workspace"))
+            own = _Life(int(size), int(size), index, unit, "activation", state, expert, index, maker="workspace")
+            self._all.append(own)
         if self.phase == "forward":
             for life in before:
                 life.forward = index
@@ -337,6 +379,12 @@ class _Step(TorchDispatchMode):
         elif "attention" in name:
             kind = "attention"
         flops, shape = _arithmetic(name, args, outs)
+        read = {id(one): one for one in (*ins, *outs)}.values()
+        if self._prime:
+            twice = float(sum(_bytes(one) * self._times(one.numel()) for one in read))
+            larger = None if shape is None else tuple(one * self._times(one) for one in shape)
+            work = flops * self._times(prod(shape)) if shape else sum(one.numel() * self._times(one.numel()) for one in outs)
+            self.doubled.append((float(work), twice, larger))  # type: ignore[arg-type]
         self.kernels.append(
             Kernel(
                 name=name,
@@ -345,7 +393,7 @@ class _Step(TorchDispatchMode):
                 unit=unit,
                 dtype=_dtype(ins or outs),
                 flops=flops,
-                bytes=float(sum(map(_bytes, {id(one): one for one in (*ins, *outs)}.values()))),
+                bytes=float(sum(map(_bytes, read))),
                 shape=shape,
                 split=_SPLIT in (state, *(life.state for life in before)),
                 sequence=False,
@@ -353,6 +401,14 @@ class _Step(TorchDispatchMode):
             )
         )
         return out
+
+    def _times(self, size: int) -> int:
+        """By how much a size grows with twice as many rows: by two for each time that the prime divides it."""
+        times = 1
+        while size and size % self._prime == 0:
+            size //= self._prime
+            times *= 2
+        return times
 
     def _state(self, name: str, before: list[_Life]) -> int:
         """Whether what an operator makes is split among the ranks of tensor parallelism."""
@@ -371,7 +427,9 @@ class _Step(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         born = -1 if kind in ("parameter", "buffer", "input") else len(self.kernels)
-        life = self._lives[key] = _Life(storage.nbytes(), born, unit, kind, state, expert, maker=maker)
+        size = storage.nbytes()
+        doubled = size * self._times(size) if self._prime and born >= 0 or kind == "input" and self._prime else size
+        life = self._lives[key] = _Life(size, doubled, born, unit, kind, state, expert, maker=maker)
         self._all.append(life)
         weakref.finalize(storage, self._end, key, life)
 
@@ -382,8 +440,8 @@ class _Step(TorchDispatchMode):
 
     # What it was
 
-    def profile(self, optimizers: list[Optimizer], batch: list[Tensor]) -> Profile:
-        """What was recorded."""
+    def profile(self, optimizers: list[Optimizer], batch: list[Tensor]) -> tuple[Profile, Profile | None]:
+        """What was recorded, and that of twice as many rows."""
         for p in self.model.parameters():
             unit, split, expert = self._parameters[id(p)]
             if p.grad is not None and (life := self._lives.get(_key(p.grad))) is not None:
@@ -397,7 +455,7 @@ class _Step(TorchDispatchMode):
                         life.kind, life.unit, life.expert = "optimizer", unit, expert
                         life.state = _SPLIT if split and big else _WHOLE
         end = len(self.kernels)
-        return Profile(
+        one = Profile(
             units=tuple(self._unit(number, name) for number, name in enumerate(self._names)),
             kernels=tuple(self.kernels),
             storages=tuple(
@@ -416,10 +474,27 @@ class _Step(TorchDispatchMode):
                 for one in self._all
             ),
             rows=max((len(one) for one in batch if one.ndim), default=1),
-            tokens=max((one.numel() for one in batch if not one.dtype.is_floating_point and one.ndim > 1), default=0)
-            or max((len(one) for one in batch if one.ndim), default=1),
+            tokens=self._tokens(batch),
             width_bytes=float(self._width),
         )
+        if not self._prime or self.values.decided:
+            return one, None
+        kernels = tuple(
+            replace(k, flops=flops, bytes=size, shape=shape)
+            for k, (flops, size, shape) in zip(one.kernels, self.doubled, strict=True)
+        )
+        storages = tuple(
+            replace(s, bytes=float(life.doubled)) for s, life in zip(one.storages, self._all, strict=True)
+        )
+        rest = {"rows": 2 * one.rows, "tokens": 2 * one.tokens, "width_bytes": 2 * one.width_bytes}
+        return one, replace(one, kernels=kernels, storages=storages, **rest)
+
+    def _tokens(self, batch: list[Tensor]) -> int:
+        """Positions that the step computes: those of attention, where a sample has one more for the last target."""
+        rows = max((len(one) for one in batch if one.ndim), default=1)
+        length = max((one.shape[1] for one in batch if one.ndim == 2 and not one.is_floating_point()), default=1)
+        seen = {k.shape[1] for k in self.kernels if k.kind == "attention" and k.shape is not None}
+        return rows * (length - 1 if length - 1 in seen and length not in seen else length)
 
     def _unit(self, number: int, name: str) -> Unit:
         own = [p for p in self.model.parameters() if self._parameters[id(p)][0] == number]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fairlead_planning.layouts import Checkpointing
-from fairlead_planning.profile import Kernel, Profile, Storage
+from fairlead_planning.profile import CAST, Kernel, Profile, Storage
 
 
 def with_rows(one: Profile, two: Profile, rows: int) -> Profile:
@@ -108,3 +108,11 @@ def checkpointed(profile: Profile, mode: Checkpointing) -> Profile:
         storages.append(replace(moved, died=now[max(one.born, one.forward)]))
         storages.append(replace(moved, born=second[one.born]))
     return replace(profile, kernels=tuple(order), storages=tuple(storages), checkpointing=mode)
+
+
+def cast_when_gathered(profile: Profile) -> Profile:
+    """The profile if parameters are cast to 16 bits when they are gathered, and not by autocast in each operator."""
+    return replace(
+        profile,
+        kernels=tuple(replace(k, bytes=0.0) if k.name == CAST else k for k in profile.kernels),
+    )

@@ -1,0 +1,238 @@
+"""Which layouts there are for a job on a cluster, and which of them fit: all are tried, none is guessed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from fairlead_planning.calibration import Calibration
+from fairlead_planning.devices import Cluster
+from fairlead_planning.job import Planned
+from fairlead_planning.layouts import Checkpointing, Layout
+from fairlead_planning.memory import MemoryModel, MemoryUse, fullest
+from fairlead_planning.profile import Profile
+from fairlead_planning.step_time import StepTime, StepTimer
+from fairlead_planning.variants import cast_when_gathered, checkpointed, with_rows
+from fairlead_strategies.layout import Layout as Mesh
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, with what is predicted of it."""
+
+    layout: Layout
+    memory: tuple[MemoryUse, ...]
+    """Of a rank of each stage; of one, where there is no pipeline."""
+    time: StepTime
+
+    @property
+    def fullest(self) -> MemoryUse:
+        """Of the rank that needs most."""
+        return fullest(self.memory)
+
+
+@dataclass
+class Search:
+    """What was tried.
+
+    Attributes:
+        candidates: What fits, the fastest first; of each mesh and strategy the best.
+        tried: How many layouts.
+        unfit: How many need more memory than there is.
+        nearest: Of those the one that lacks least, and how many bytes.
+        refused: Of what cannot be laid out at all: why, and how many layouts it would have been.
+    """
+
+    candidates: list[Candidate] = field(default_factory=list)
+    tried: int = 0
+    unfit: int = 0
+    nearest: tuple[Layout, float] | None = None
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def search(
+    job: Planned,
+    cluster: Cluster,
+    devices: int,
+    global_batch: int,
+    *,
+    calibration: Calibration | None = None,
+    memory_gib: float | None = None,
+    strategies: tuple[str, ...] = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed"),
+) -> Search:
+    """Tries all layouts of a job on so many devices.
+
+    Args:
+        job: Traced.
+        cluster: Of which devices, and how they are connected.
+        devices: How many.
+        global_batch: Samples of one optimizer step of all.
+        calibration: How fast devices are; None: the shipped one.
+        memory_gib: Of one device; None: all that it has.
+        strategies: Those that may be chosen.
+    """
+    found = Search()
+    limit = (memory_gib or cluster.device.memory_gib) * GIB
+    model = MemoryModel(job.profile, job.wider, "cpu" if cluster.device.model == "" else "cuda")
+    timers = _Timers(job, cluster, calibration)
+    best: dict[tuple[object, ...], Candidate] = {}
+    for layout in layouts(job, cluster, devices, global_batch, strategies, found.refused):
+        found.tried += 1
+        use = model.use(layout, ends=True)
+        lacking = max(one.total for one in use) - limit
+        if lacking > 0:
+            found.unfit += 1
+            if found.nearest is None or lacking < found.nearest[1]:
+                found.nearest = layout, lacking
+            continue
+        candidate = Candidate(layout, tuple(use), timers.time(layout))
+        key = (layout.strategy, layout.mesh, layout.sharding, layout.sequence)
+        if key not in best or candidate.time.seconds < best[key].time.seconds:
+            best[key] = candidate
+    ranked = sorted(best.values(), key=lambda one: one.time.seconds)
+    found.candidates = [replace(one, memory=tuple(model.use(one.layout))) for one in ranked]
+    return found
+
+
+class _Timers:
+    """Step times; a profile with other rows or recomputation is made when it is first needed."""
+
+    def __init__(self, job: Planned, cluster: Cluster, calibration: Calibration | None) -> None:
+        self._job, self._cluster, self._calibration = job, cluster, calibration
+        self._of: dict[tuple[int, Checkpointing, bool], StepTimer] = {}
+        self._base: dict[tuple[Checkpointing, bool], tuple[Profile, Profile | None]] = {}
+
+    def time(self, layout: Layout) -> StepTime:
+        key = (layout.micro_batch, layout.checkpointing, layout.cast)
+        if key not in self._of:
+            one, two = self._profiles(layout.checkpointing, layout.cast)
+            profile = with_rows(one, two or one, layout.micro_batch)
+            stack = "compile" if self._job.compiled else "eager"
+            self._of[key] = StepTimer(profile, self._cluster, stack=stack, calibration=self._calibration)
+        return self._of[key].time(layout)
+
+    def _profiles(self, mode: Checkpointing, cast: bool) -> tuple[Profile, Profile | None]:
+        if (mode, cast) not in self._base:
+            both = [self._job.profile, self._job.wider]
+            if cast:
+                both = [None if one is None else cast_when_gathered(one) for one in both]
+            one, two = (None if p is None else checkpointed(p, mode) for p in both)
+            assert one is not None
+            self._base[mode, cast] = one, two
+        return self._base[mode, cast]
+
+
+def layouts(
+    job: Planned,
+    cluster: Cluster,
+    devices: int,
+    global_batch: int,
+    strategies: tuple[str, ...],
+    refused: Counter[str],
+) -> Iterator[Layout]:
+    """All layouts worth a try; what cannot be is counted in `refused` by its reason."""
+    for strategy, mesh, sharding, sequence in _meshes(job, cluster, devices, strategies, refused):
+        ranks = mesh.replicate * mesh.shard
+        if global_batch % ranks:
+            refused[f"the batch of {global_batch:,} samples cannot be divided among {ranks:,} ranks"] += 1
+            continue
+        share = global_batch // ranks
+        casts = (True,) if job.precision == "bf16-mixed" and sharding in ("full", "gradients") else (False,)
+        casts = casts if strategy in ("fsdp2", "hybrid") else (False,)
+        modes: tuple[Checkpointing, ...] = ("none", "full") if strategy in ("fsdp2", "hybrid") else ("none",)
+        if len(job.profile.units) < 2:
+            modes = ("none",)
+        for micro in _micro_batches(share, job.wider is not None, job.profile.rows):
+            accumulation = share // micro
+            if mesh.pipeline > 1 and accumulation < mesh.pipeline:
+                refused[f"fewer micro-batches than the {mesh.pipeline} stages of a pipeline"] += 1
+                continue
+            for mode in modes:
+                for cast in casts:
+                    yield Layout(
+                        strategy,
+                        mesh,
+                        micro,
+                        accumulation,
+                        mode,
+                        sharding,  # type: ignore[arg-type]
+                        sequence=sequence,
+                        cast=cast,
+                        offload=strategy.endswith("_offload"),
+                    )
+
+
+def _micro_batches(share: int, divisible: bool, rows: int) -> list[int]:
+    if not divisible:
+        return [rows] if share % rows == 0 else []
+    return [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= share and share % size == 0]
+
+
+def _meshes(
+    job: Planned, cluster: Cluster, devices: int, strategies: tuple[str, ...], refused: Counter[str]
+) -> Iterator[tuple[str, Mesh, str, bool]]:
+    """Strategy, mesh, what is sharded, whether the sequence is split with the layers."""
+    if devices == 1:
+        if "single_device" in strategies:
+            yield "single_device", Mesh(), "none", False
+        return
+    if "ddp" in strategies:
+        yield "ddp", Mesh(replicate=devices), "none", False
+    if "fsdp2" in strategies:
+        yield "fsdp2", Mesh(shard=devices), "full", False
+        yield "fsdp2", Mesh(shard=devices), "gradients", False
+    if "deepspeed" in strategies:
+        for stage, sharding in ((1, "optimizer"), (2, "gradients"), (3, "full")):
+            yield f"deepspeed_stage_{stage}", Mesh(shard=devices), sharding, False
+        yield "deepspeed_stage_3_offload", Mesh(shard=devices), "full", False
+    if "hybrid" not in strategies:
+        return
+    parts = job.divisible
+    for tensor in _powers(min(devices, cluster.domain)):
+        if tensor > 1 and not parts.tensor:
+            refused[f"tensor parallelism: {parts.tensor_refusal}"] += 1
+            break
+        wrong = next((size for size in parts.tensor if size % tensor), None)
+        if wrong is not None:
+            refused[f"{wrong} heads or features cannot be divided among {tensor} ranks of tensor"] += 1
+            continue
+        for context in _powers(min(16, devices // tensor)):
+            if context > 1 and (parts.length < 4096 or parts.length % (2 * context)):
+                break  # short sequences gain nothing by it
+            for pipeline in _powers(devices // tensor // context):
+                if pipeline > 1 and parts.pipeline_refusal:
+                    refused[f"pipeline: {parts.pipeline_refusal}"] += 1
+                    break
+                if pipeline > len(job.profile.units) - 1:
+                    refused[f"{len(job.profile.units) - 1} layers cannot be cut into {pipeline} stages"] += 1
+                    break
+                if devices % (tensor * context * pipeline):
+                    continue
+                rest = devices // tensor // context // pipeline
+                for shard in sorted({rest, *(n for n in (cluster.node // tensor, cluster.node) if 1 < n < rest)}):
+                    if rest % shard:
+                        continue
+                    for expert in _experts(parts.experts, shard):
+                        if tensor == context == pipeline == expert == 1 and shard == devices:
+                            continue  # that is fsdp2
+                        mesh = Mesh(pipeline, rest // shard, shard, context, tensor, expert)
+                        sharding = "full" if shard * context > 1 else "none"
+                        yield "hybrid", mesh, sharding, False
+                        if tensor > 1 and expert == 1 and not parts.experts and parts.length % tensor == 0:
+                            yield "hybrid", mesh, sharding, True
+
+
+def _experts(experts: int, shard: int) -> Iterator[int]:
+    yield 1
+    if experts > 1:
+        yield from (n for n in _powers(min(experts, shard)) if n > 1 and experts % n == 0 and shard % n == 0)
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
