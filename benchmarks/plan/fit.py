@@ -112,8 +112,22 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "stack.megatron.dispatch_us": (4000, 0.5, "host time of a mixture, forward and backward, microseconds"),
     "stack.megatron.step_ms": (10, 0.6, "host time of a step that nothing hides, milliseconds"),
     "stack.megatron.uneven_context": (0.01, 0.2, "1: consecutive positions a rank, uneven work of causal attention; 0: even"),
-    "stack.megatron.gradient_bytes": (8, 0, "traffic of each parameter when a further micro-batch is added"),
+    "stack.megatron.gradient_bytes": (3, 0.5, "traffic of each parameter when a further micro-batch is added"),
     "stack.megatron.reduce_each": (0, 0, "1: gradients are reduced in each micro-batch"),
+    "stack.megatron graphs.attention": (1, 0.1, "attention, relative to the family's best"),
+    "stack.megatron graphs.traffic": (0.5, 0.2, "of the traffic of eager elementwise kernels, what fusion leaves"),
+    "stack.megatron graphs.launch_us": (3, 0.3, "host time of a kernel of the eager trace, microseconds"),
+    "stack.megatron graphs.cast": (0.8, 0.3, "of the traffic of separate casts to 8 and 4 bits, what fusion leaves"),
+    "stack.megatron graphs.overlap_data": (0.9, 0.1, "of the backward pass, the part that can hide gradients (DDP, ZeRO 1)"),
+    "stack.megatron graphs.exposed_tensor": (0.4, 0.3, "of tensor-parallel communication, the part that is not hidden"),
+    "stack.megatron graphs.exposed_context": (0.3, 0.3, "of context-parallel communication, the part that is not hidden"),
+    "stack.megatron graphs.exposed_expert": (1, 0.2, "of the dispatch to experts, the part that is not hidden"),
+    "stack.megatron graphs.exposed_pipeline": (0.5, 0.3, "of sends between stages, the part that is not hidden"),
+    "stack.megatron graphs.dispatch_us": (2000, 0.5, "host time of a mixture, forward and backward, microseconds"),
+    "stack.megatron graphs.step_ms": (10, 0.6, "host time of a step that nothing hides, milliseconds"),
+    "stack.megatron graphs.uneven_context": (0.01, 0.2, "1: consecutive positions a rank, uneven work of causal attention; 0: even"),
+    "stack.megatron graphs.gradient_bytes": (3, 0.5, "traffic of each parameter when a further micro-batch is added"),
+    "stack.megatron graphs.reduce_each": (0, 0, "1: gradients are reduced in each micro-batch"),
 }
 ERROR = 0.04
 """What rows of the same job differ by from each other: the spread of a residual."""
@@ -122,6 +136,13 @@ ERROR = 0.04
 def timer_of(row: Row) -> StepTimer:
     """The timer of a row, under the numbers known before."""
     return StepTimer(row.profile, row.cluster, stack=row.stack, products=row.products, calibration=prior())
+
+
+def speed(row: Row, timer: StepTimer) -> float:
+    """What was published, in tokens a second and device: of a row that has only TFLOP/s, by the work of its model."""
+    if row.tokens_per_second is not None:
+        return row.tokens_per_second
+    return row.tflops * 1e12 * timer.profile.tokens / timer.model_flops
 
 
 def prior() -> Calibration:
@@ -155,7 +176,7 @@ def fit(rows: Sequence[Row], timers: Sequence[StepTimer], steps: int = 10, say: 
     fixed = {name: value for name, (value, _, _) in PRIORS.items()}
     start = np.log([PRIORS[name][0] for name in names])
     spread = np.array([PRIORS[name][1] for name in names])
-    published = np.log([row.tokens_per_second for row in rows])
+    published = np.log([speed(row, timer) for row, timer in zip(rows, timers, strict=True)])
     of = Counter(row.source for row in rows)
     weight = np.array([of[row.source] ** -0.25 for row in rows])
     weight *= np.sqrt(len(rows) / (weight**2).sum())
@@ -194,6 +215,34 @@ def fit(rows: Sequence[Row], timers: Sequence[StepTimer], steps: int = 10, say: 
     return calibration(at)
 
 
+LEFT_OUT = Path(__file__).with_name("left_out.json")
+GROUPS = 6
+"""Into how many groups models are put, each of which is left out once."""
+
+
+def folds(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """The rows that are left out together, by what they have in common: a source, several of them, or models."""
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(f"source {row.source}", []).append(number)
+        if row.source.startswith("llm-foundry"):
+            found.setdefault("source llm-foundry", []).append(number)
+    models = sorted({row.model for row in rows})
+    for number, row in enumerate(rows):
+        found.setdefault(f"models {models.index(row.model) % GROUPS + 1}", []).append(number)
+    return dict(sorted(found.items()))
+
+
+def left_out(rows: Sequence[Row], timers: Sequence[StepTimer]) -> dict[str, Mapping[str, float]]:
+    """For each fold the numbers that the other rows give."""
+    found = {}
+    for name, without in folds(rows).items():
+        kept = sorted(set(range(len(rows))) - set(without))
+        found[name] = fit([rows[i] for i in kept], [timers[i] for i in kept]).numbers
+        print(f"{name}: left {len(without)} rows out", flush=True)
+    return found
+
+
 def as_json(numbers: Mapping[str, float], rows: Sequence[Row]) -> str:
     """The shipped file."""
     entries = {
@@ -209,9 +258,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=Path, default=PUBLISHED)
     parser.add_argument("--out", type=Path, default=SHIPPED)
+    parser.add_argument("--left-out", action="store_true", help=f"write {LEFT_OUT.name} as well: a fit for each fold")
     given = parser.parse_args()
     rows = read(given.rows)
     timers = [timer_of(row) for row in rows]
+    if given.left_out:
+        numbers = {name: {key: float(f"{value:.4g}") for key, value in of.items()} for name, of in left_out(rows, timers).items()}
+        LEFT_OUT.write_text(json.dumps(numbers, indent=0) + "\n", encoding="utf-8")
     found = fit(rows, timers, say=True)
     given.out.write_text(as_json(found.numbers, rows), encoding="utf-8")
     print(f"{given.out}: {len(found.numbers)} numbers from {len(rows)} rows")

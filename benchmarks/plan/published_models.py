@@ -49,6 +49,8 @@ class Config:
     """A letter a layer, of a hybrid: M a Mamba-2 layer, * attention, E experts."""
     tied: bool = False
     qk_norm: bool = False
+    clamped: bool = False
+    """Experts with biases and a clamped gate (gpt-oss), whose elementwise operators no kernel fuses."""
     window: int = 0
     """How far every second layer attends; 0: all layers attend to everything before."""
     predicted: int = 0
@@ -153,12 +155,20 @@ class ExpertWeights(nn.Module):
 
     def __init__(self, config: Config, of: Experts, gated: bool) -> None:
         super().__init__()
-        self.gated = gated
+        self.gated, self.clamped = gated, config.clamped
+        if config.clamped:
+            self.up_bias = nn.Parameter(torch.empty(of.count, 1, of.width * 2))
+            self.down_bias = nn.Parameter(torch.empty(of.count, 1, config.hidden))
         self.up = nn.Parameter(torch.empty(of.count, config.hidden, of.width * (2 if gated else 1)))
         self.down = nn.Parameter(torch.empty(of.count, of.width, config.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = torch.bmm(x, self.up.to(x.dtype))
+        if self.clamped:
+            gate, up = (inner + self.up_bias.to(x.dtype)).chunk(2, -1)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            inner = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+            return torch.bmm(inner, self.down.to(x.dtype)) + self.down_bias.to(x.dtype)
         if self.gated:
             gate, up = inner.chunk(2, -1)
             inner = functional.silu(gate) * up
@@ -284,8 +294,8 @@ KNOWN = {
     "deepseek-v3": Config(61, 7168, 128, 128, 18432, 129280, experts=Experts(2048, 256, 8, 2048), dense=3,
                           latent=True, predicted=1),
     "kimi_k2": Config(61, 7168, 64, 64, 18432, 163840, experts=Experts(2048, 384, 8, 2048), dense=1, latent=True),
-    "gpt-oss-120b": Config(36, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 128, 4), window=128),
-    "gpt-oss-20b": Config(24, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 32, 4), window=128),
+    "gpt-oss-120b": Config(36, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 128, 4), window=128, clamped=True),
+    "gpt-oss-20b": Config(24, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 32, 4), window=128, clamped=True),
     "qwen3-30b-a3b": Config(48, 2048, 32, 4, 6144, 151936, head_width=128, experts=Experts(768, 128, 8), qk_norm=True),
     "qwen3-235b-a22b": Config(94, 4096, 64, 4, 12288, 151936, head_width=128, experts=Experts(1536, 128, 8),
                               qk_norm=True),
