@@ -11,16 +11,16 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plan.published_models import Config, Decoder, config_of, plan_of
 from fairlead_planning.devices import Cluster
-from fairlead_planning.layouts import Checkpointing, Layout, Mesh
+from fairlead_planning.layouts import Checkpointing, Layout
 from fairlead_planning.profile import Kernel, Profile, Unit
 from fairlead_planning.trace import Work, trace
 from fairlead_planning.variants import checkpointed
+from fairlead_strategies.layout import Layout as Mesh
 
 PUBLISHED = Path(__file__).with_name("published.csv")
 
@@ -218,8 +218,3 @@ def repeated(profile: Profile, order: list[int], heads: int = 1) -> Profile:
 
 def _parameters(units: Iterable[Unit]) -> int:
     return sum(one.parameters + one.expert_parameters for one in units)
-
-
-def count(module: nn.Module) -> int:
-    """Parameters of a module."""
-    return sum(one.numel() for one in module.parameters())
