@@ -50,6 +50,7 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "attention.backward": (0.8, 0.1, "its backward pass, relative to forward"),
     "memory.other": (0.8, 0.07, "of the memory bandwidth that large elementwise kernels reach"),
     "grouped": (0.75, 0.15, "products of experts, relative to one large product"),
+    "all_to_all": (0.7, 0.25, "of a network's rate, what dispatch to experts over nodes reaches"),
     "power": (0.5, 0.5, "exponent of the rated power, relative to the family's usual one, in the rate of products"),
     "depth": (200, 0.4, "length of the sum at which a product reaches half of its rate"),
     "wave": (0.15, 0.5, "waves of tiles at which a product reaches half of its rate"),
@@ -58,6 +59,7 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "contention": (0.15, 0.5, "of hidden communication, the part by which it slows the compute that hides it"),
     "jitter": (0.01, 0.7, "spread of ranks, relative: the slowest of n nodes waits for sqrt(2 ln n) of it"),
     "host_gb_s": (20, 0.3, "memory bandwidth of the host that an offloaded optimizer reaches, GB/s"),
+    "stack.eager.matmul": (1, 0, "products, relative to recent libraries"),
     "stack.eager.attention": (0.75, 0.2, "attention, relative to the family's best"),
     "stack.eager.traffic": (1.0, 0.05, "of the traffic of eager elementwise kernels, what fusion leaves"),
     "stack.eager.launch_us": (7, 0.2, "host time of a kernel of the eager trace, microseconds"),
@@ -69,9 +71,15 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "stack.eager.exposed_pipeline": (1, 0.1, "of sends between stages, the part that is not hidden"),
     "stack.eager.dispatch_us": (700, 0.6, "host time of a mixture, forward and backward, microseconds"),
     "stack.eager.step_ms": (15, 0.6, "host time of a step that nothing hides, milliseconds"),
-    "stack.eager.uneven_context": (0.7, 0.2, "1: consecutive positions a rank, uneven work of causal attention; 0: even"),
+    "stack.eager.uneven_context": (
+        0.7,
+        0.2,
+        "1: consecutive positions a rank, uneven work of causal attention; 0: even",
+    ),
     "stack.eager.gradient_bytes": (12, 0, "traffic of each parameter when a further micro-batch is added"),
+    "stack.eager.once": (0, 0, "1: a token goes once to each domain and rank that has experts of it"),
     "stack.eager.reduce_each": (1, 0, "1: gradients are reduced in each micro-batch"),
+    "stack.triton.matmul": (1, 0.08, "products, relative to recent libraries"),
     "stack.triton.attention": (0.5, 0.25, "attention, relative to the family's best"),
     "stack.triton.traffic": (1.0, 0.05, "of the traffic of eager elementwise kernels, what fusion leaves"),
     "stack.triton.launch_us": (7, 0.2, "host time of a kernel of the eager trace, microseconds"),
@@ -83,9 +91,15 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "stack.triton.exposed_pipeline": (1, 0.1, "of sends between stages, the part that is not hidden"),
     "stack.triton.dispatch_us": (700, 0.6, "host time of a mixture, forward and backward, microseconds"),
     "stack.triton.step_ms": (15, 0.6, "host time of a step that nothing hides, milliseconds"),
-    "stack.triton.uneven_context": (0.7, 0.2, "1: consecutive positions a rank, uneven work of causal attention; 0: even"),
+    "stack.triton.uneven_context": (
+        0.7,
+        0.2,
+        "1: consecutive positions a rank, uneven work of causal attention; 0: even",
+    ),
     "stack.triton.gradient_bytes": (12, 0, "traffic of each parameter when a further micro-batch is added"),
+    "stack.triton.once": (0, 0, "1: a token goes once to each domain and rank that has experts of it"),
     "stack.triton.reduce_each": (1, 0, "1: gradients are reduced in each micro-batch"),
+    "stack.compile.matmul": (1, 0, "products, relative to recent libraries"),
     "stack.compile.attention": (0.75, 0.2, "attention, relative to the family's best"),
     "stack.compile.traffic": (0.5, 0.2, "of the traffic of eager elementwise kernels, what fusion leaves"),
     "stack.compile.launch_us": (5, 0.2, "host time of a kernel of the eager trace, microseconds"),
@@ -97,9 +111,15 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "stack.compile.exposed_pipeline": (1, 0.1, "of sends between stages, the part that is not hidden"),
     "stack.compile.dispatch_us": (700, 0.6, "host time of a mixture, forward and backward, microseconds"),
     "stack.compile.step_ms": (10, 0.6, "host time of a step that nothing hides, milliseconds"),
-    "stack.compile.uneven_context": (0.7, 0.2, "1: consecutive positions a rank, uneven work of causal attention; 0: even"),
+    "stack.compile.uneven_context": (
+        0.7,
+        0.2,
+        "1: consecutive positions a rank, uneven work of causal attention; 0: even",
+    ),
     "stack.compile.gradient_bytes": (12, 0, "traffic of each parameter when a further micro-batch is added"),
+    "stack.compile.once": (0, 0, "1: a token goes once to each domain and rank that has experts of it"),
     "stack.compile.reduce_each": (1, 0, "1: gradients are reduced in each micro-batch"),
+    "stack.megatron.matmul": (1, 0, "products, relative to recent libraries"),
     "stack.megatron.attention": (1, 0.1, "attention, relative to the family's best"),
     "stack.megatron.traffic": (0.5, 0.2, "of the traffic of eager elementwise kernels, what fusion leaves"),
     "stack.megatron.launch_us": (5, 0.3, "host time of a kernel of the eager trace, microseconds"),
@@ -111,9 +131,42 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "stack.megatron.exposed_pipeline": (0.5, 0.3, "of sends between stages, the part that is not hidden"),
     "stack.megatron.dispatch_us": (4000, 0.5, "host time of a mixture, forward and backward, microseconds"),
     "stack.megatron.step_ms": (10, 0.6, "host time of a step that nothing hides, milliseconds"),
-    "stack.megatron.uneven_context": (0.01, 0.2, "1: consecutive positions a rank, uneven work of causal attention; 0: even"),
-    "stack.megatron.gradient_bytes": (8, 0, "traffic of each parameter when a further micro-batch is added"),
+    "stack.megatron.uneven_context": (
+        0.01,
+        0.2,
+        "1: consecutive positions a rank, uneven work of causal attention; 0: even",
+    ),
+    "stack.megatron.gradient_bytes": (3, 0.5, "traffic of each parameter when a further micro-batch is added"),
+    "stack.megatron.once": (1, 0, "1: a token goes once to each domain and rank that has experts of it"),
     "stack.megatron.reduce_each": (0, 0, "1: gradients are reduced in each micro-batch"),
+    "stack.megatron graphs.matmul": (1, 0, "products, relative to recent libraries"),
+    "stack.megatron graphs.attention": (1, 0.1, "attention, relative to the family's best"),
+    "stack.megatron graphs.traffic": (0.5, 0.2, "of the traffic of eager elementwise kernels, what fusion leaves"),
+    "stack.megatron graphs.launch_us": (3, 0.3, "host time of a kernel of the eager trace, microseconds"),
+    "stack.megatron graphs.cast": (0.8, 0.3, "of the traffic of separate casts to 8 and 4 bits, what fusion leaves"),
+    "stack.megatron graphs.overlap_data": (
+        0.9,
+        0.1,
+        "of the backward pass, the part that can hide gradients (DDP, ZeRO 1)",
+    ),
+    "stack.megatron graphs.exposed_tensor": (0.4, 0.3, "of tensor-parallel communication, the part that is not hidden"),
+    "stack.megatron graphs.exposed_context": (
+        0.3,
+        0.3,
+        "of context-parallel communication, the part that is not hidden",
+    ),
+    "stack.megatron graphs.exposed_expert": (1, 0.2, "of the dispatch to experts, the part that is not hidden"),
+    "stack.megatron graphs.exposed_pipeline": (0.5, 0.3, "of sends between stages, the part that is not hidden"),
+    "stack.megatron graphs.dispatch_us": (2000, 0.5, "host time of a mixture, forward and backward, microseconds"),
+    "stack.megatron graphs.step_ms": (10, 0.6, "host time of a step that nothing hides, milliseconds"),
+    "stack.megatron graphs.uneven_context": (
+        0.01,
+        0.2,
+        "1: consecutive positions a rank, uneven work of causal attention; 0: even",
+    ),
+    "stack.megatron graphs.gradient_bytes": (3, 0.5, "traffic of each parameter when a further micro-batch is added"),
+    "stack.megatron graphs.once": (1, 0, "1: a token goes once to each domain and rank that has experts of it"),
+    "stack.megatron graphs.reduce_each": (0, 0, "1: gradients are reduced in each micro-batch"),
 }
 ERROR = 0.04
 """What rows of the same job differ by from each other: the spread of a residual."""
@@ -124,6 +177,13 @@ def timer_of(row: Row) -> StepTimer:
     return StepTimer(row.profile, row.cluster, stack=row.stack, products=row.products, calibration=prior())
 
 
+def speed(row: Row, timer: StepTimer) -> float:
+    """What was published, in tokens a second and device: of a row that has only TFLOP/s, by the work of its model."""
+    if row.tokens_per_second is not None:
+        return row.tokens_per_second
+    return row.tflops * 1e12 * timer.profile.tokens / timer.model_flops
+
+
 def prior() -> Calibration:
     """What is known before any run is looked at."""
     return Calibration({name: value for name, (value, _, _) in PRIORS.items()})
@@ -132,7 +192,10 @@ def prior() -> Calibration:
 def predicted(rows: Sequence[Row], timers: Sequence[StepTimer], calibration: Calibration) -> Array:
     """Tokens a second and device of each row."""
     return np.array(
-        [timer.calibrated(calibration).time(row.layout).tokens_per_second for row, timer in zip(rows, timers, strict=True)]
+        [
+            timer.calibrated(calibration).time(row.layout).tokens_per_second
+            for row, timer in zip(rows, timers, strict=True)
+        ]
     )
 
 
@@ -143,8 +206,9 @@ def touches(name: str) -> Callable[[Row], bool]:
     if kind == "stack":
         return lambda row: row.stack == of
     if kind in ("matmul", "attention", "memory") and of not in ("other", "backward", ""):
-        return lambda row: row.cluster.device.family.startswith(of) or (
-            of == "hopper" and row.cluster.device.family.startswith("blackwell")
+        return lambda row: (
+            row.cluster.device.family.startswith(of)
+            or (of == "hopper" and row.cluster.device.family.startswith("blackwell"))
         )
     return lambda row: True
 
@@ -155,7 +219,7 @@ def fit(rows: Sequence[Row], timers: Sequence[StepTimer], steps: int = 10, say: 
     fixed = {name: value for name, (value, _, _) in PRIORS.items()}
     start = np.log([PRIORS[name][0] for name in names])
     spread = np.array([PRIORS[name][1] for name in names])
-    published = np.log([row.tokens_per_second for row in rows])
+    published = np.log([speed(row, timer) for row, timer in zip(rows, timers, strict=True)])
     of = Counter(row.source for row in rows)
     weight = np.array([of[row.source] ** -0.25 for row in rows])
     weight *= np.sqrt(len(rows) / (weight**2).sum())
@@ -188,10 +252,35 @@ def fit(rows: Sequence[Row], timers: Sequence[StepTimer], steps: int = 10, say: 
         now = logs(at, everything)
         if say:
             error = np.abs(np.expm1(now - published))
-            print(f"step {step}: median {np.median(error):.4f}, p90 {np.quantile(error, 0.9):.4f}, moved {np.abs(change).max():.3f}")
+            print(
+                f"step {step}: median {np.median(error):.4f}, 90th percentile {np.quantile(error, 0.9):.4f}, "
+                f"moved {np.abs(change).max():.3f}"
+            )
         if np.abs(change).max() < 0.01:
             break
     return calibration(at)
+
+
+LEFT_OUT = Path(__file__).with_name("left_out.json")
+def folds(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """The rows that are left out together, by what they have in common: a source, several of them, or models."""
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(f"source {row.source}", []).append(number)
+        if row.source.startswith("llm-foundry"):
+            found.setdefault("source llm-foundry", []).append(number)
+        found.setdefault(f"model {row.model}", []).append(number)
+    return dict(sorted(found.items()))
+
+
+def left_out(rows: Sequence[Row], timers: Sequence[StepTimer]) -> dict[str, Mapping[str, float]]:
+    """For each fold the numbers that the other rows give."""
+    found = {}
+    for name, without in folds(rows).items():
+        kept = sorted(set(range(len(rows))) - set(without))
+        found[name] = fit([rows[i] for i in kept], [timers[i] for i in kept]).numbers
+        print(f"{name}: left {len(without)} rows out", flush=True)
+    return found
 
 
 def as_json(numbers: Mapping[str, float], rows: Sequence[Row]) -> str:
@@ -201,7 +290,10 @@ def as_json(numbers: Mapping[str, float], rows: Sequence[Row]) -> str:
         for name, (value, spread, says) in PRIORS.items()
     }
     sources = dict(sorted(Counter(row.source for row in rows).items()))
-    return json.dumps({"written_by": "python benchmarks/plan/fit.py", "rows": sources, "numbers": entries}, indent=1) + "\n"
+    return (
+        json.dumps({"written_by": "python benchmarks/plan/fit.py", "rows": sources, "numbers": entries}, indent=1)
+        + "\n"
+    )
 
 
 def main() -> None:
@@ -209,9 +301,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=Path, default=PUBLISHED)
     parser.add_argument("--out", type=Path, default=SHIPPED)
+    parser.add_argument("--left-out", action="store_true", help=f"write {LEFT_OUT.name} as well: a fit for each fold")
     given = parser.parse_args()
     rows = read(given.rows)
     timers = [timer_of(row) for row in rows]
+    if given.left_out:
+        numbers = {
+            name: {key: float(f"{value:.4g}") for key, value in of.items()}
+            for name, of in left_out(rows, timers).items()
+        }
+        LEFT_OUT.write_text(json.dumps(numbers, indent=0) + "\n", encoding="utf-8")
     found = fit(rows, timers, say=True)
     given.out.write_text(as_json(found.numbers, rows), encoding="utf-8")
     print(f"{given.out}: {len(found.numbers)} numbers from {len(rows)} rows")

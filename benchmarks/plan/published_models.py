@@ -49,6 +49,8 @@ class Config:
     """A letter a layer, of a hybrid: M a Mamba-2 layer, * attention, E experts."""
     tied: bool = False
     qk_norm: bool = False
+    clamped: bool = False
+    """Experts with biases and a clamped gate (gpt-oss), whose elementwise operators no kernel fuses."""
     window: int = 0
     """How far every second layer attends; 0: all layers attend to everything before."""
     predicted: int = 0
@@ -100,7 +102,8 @@ class Attention(nn.Module):
             q, k, v = (part.reshape(-1, min(length, 2 * self.window), *part.shape[2:]) for part in (q, k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        return out
 
 
 class LatentAttention(nn.Module):
@@ -130,7 +133,8 @@ class LatentAttention(nn.Module):
         k = torch.cat((k, k_rotary), -1)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(rows, length, -1))
+        return out
 
 
 class FeedForward(nn.Module):
@@ -144,8 +148,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(functional.gelu(self.up(x)))
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
+            out: Tensor = self.down(functional.gelu(self.up(x)))
+        else:
+            out = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return out
 
 
 class ExpertWeights(nn.Module):
@@ -153,12 +159,20 @@ class ExpertWeights(nn.Module):
 
     def __init__(self, config: Config, of: Experts, gated: bool) -> None:
         super().__init__()
-        self.gated = gated
+        self.gated, self.clamped = gated, config.clamped
+        if config.clamped:
+            self.up_bias = nn.Parameter(torch.empty(of.count, 1, of.width * 2))
+            self.down_bias = nn.Parameter(torch.empty(of.count, 1, config.hidden))
         self.up = nn.Parameter(torch.empty(of.count, config.hidden, of.width * (2 if gated else 1)))
         self.down = nn.Parameter(torch.empty(of.count, of.width, config.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = torch.bmm(x, self.up.to(x.dtype))
+        if self.clamped:
+            gate, up = (inner + self.up_bias.to(x.dtype)).chunk(2, -1)
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            inner = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+            return torch.bmm(inner, self.down.to(x.dtype)) + self.down_bias.to(x.dtype)
         if self.gated:
             gate, up = inner.chunk(2, -1)
             inner = functional.silu(gate) * up
@@ -189,7 +203,8 @@ class Mixture(nn.Module):
         back = self.experts(sent).flatten(0, 1)
         back = back.index_select(0, order[: rows * length * self.of.chosen]).view(rows, length, -1, hidden)
         y = (back * weights.to(x.dtype).unsqueeze(-1)).sum(2)
-        return y if self.shared is None else y + self.shared(x)
+        out: Tensor = y if self.shared is None else y + self.shared(x)
+        return out
 
 
 class Mamba(nn.Module):
@@ -207,7 +222,7 @@ class Mamba(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
-        z, mixed, step = self.into(x).split(self.sizes, -1)
+        z, mixed, step = torch.split(self.into(x), list(self.sizes), -1)
         mixed = functional.silu(self.conv(mixed.transpose(1, 2))[..., :length]).transpose(1, 2)
         inner, b, c = mixed.split((self.sizes[0], self.groups * self.state, self.groups * self.state), -1)
         each, per = rows * length // self.chunk, self.heads // self.groups
@@ -217,7 +232,8 @@ class Mamba(nn.Module):
         near = torch.bmm(torch.bmm(c, b.transpose(1, 2)) * decay, inner)
         states = torch.bmm(b.transpose(1, 2), inner).float() * decay
         y = near + torch.bmm(c, states.to(c.dtype))
-        return self.out(self.norm(y.reshape(rows, length, -1) * functional.silu(z)))
+        out: Tensor = self.out(self.norm(y.reshape(rows, length, -1) * functional.silu(z)))
+        return out
 
 
 class Layer(nn.Module):
@@ -284,8 +300,10 @@ KNOWN = {
     "deepseek-v3": Config(61, 7168, 128, 128, 18432, 129280, experts=Experts(2048, 256, 8, 2048), dense=3,
                           latent=True, predicted=1),
     "kimi_k2": Config(61, 7168, 64, 64, 18432, 163840, experts=Experts(2048, 384, 8, 2048), dense=1, latent=True),
-    "gpt-oss-120b": Config(36, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 128, 4), window=128),
-    "gpt-oss-20b": Config(24, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 32, 4), window=128),
+    "gpt-oss-120b": Config(36, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 128, 4), window=128,
+                           clamped=True),
+    "gpt-oss-20b": Config(24, 2880, 64, 8, 2880, 201088, head_width=64, experts=Experts(2880, 32, 4), window=128,
+                          clamped=True),
     "qwen3-30b-a3b": Config(48, 2048, 32, 4, 6144, 151936, head_width=128, experts=Experts(768, 128, 8), qk_norm=True),
     "qwen3-235b-a22b": Config(94, 4096, 64, 4, 12288, 151936, head_width=128, experts=Experts(1536, 128, 8),
                               qk_norm=True),
@@ -313,8 +331,8 @@ def config_of(row: dict[str, str]) -> Config:
     missing = [column for column in ("layers", "hidden", "heads", "ffn", "vocab") if not row.get(column)]
     if missing:
         raise ValueError(f"{row['model']}: the row says no {', '.join(missing)}")
-    sizes = [int(float(row[column])) for column in ("layers", "hidden", "heads")]
-    kv_heads = int(float(row["kv_heads"] or sizes[2]))
+    layers, hidden, heads = (int(float(row[column])) for column in ("layers", "hidden", "heads"))
+    kv_heads = int(float(row["kv_heads"] or heads))
     experts, ffn = None, row["ffn"]
     if ffn.startswith("moe:"):
         width, rest = ffn[4:].split("x", 1)
@@ -322,10 +340,10 @@ def config_of(row: dict[str, str]) -> Config:
         chosen, _, shared = rest.partition("+")
         ffn = width
         experts = Experts(int(width), int(count), int(chosen), int(width) if shared else 0)
-    gpt = name.startswith(GPT_LIKE) or kv_heads == sizes[2] and float(ffn) == 4 * sizes[1]
+    gpt = name.startswith(GPT_LIKE) or (kv_heads == heads and float(ffn) == 4 * hidden)
     vocab = int(float(row["vocab"]))
     return Config(
-        *sizes, kv_heads, int(float(ffn)), vocab,
+        layers, hidden, heads, kv_heads, int(float(ffn)), vocab,
         style="gpt" if gpt and experts is None else "llama",
         positions=int(row["seq"]) if name.startswith("mpt") else 0,
         tied=name.startswith("mpt"),

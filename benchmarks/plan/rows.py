@@ -11,16 +11,16 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plan.published_models import Config, Decoder, config_of, plan_of
 from fairlead_planning.devices import Cluster
-from fairlead_planning.layouts import Checkpointing, Layout, Mesh
+from fairlead_planning.layouts import Checkpointing, Layout
 from fairlead_planning.profile import Kernel, Profile, Unit
 from fairlead_planning.trace import Work, trace
 from fairlead_planning.variants import checkpointed
+from fairlead_strategies.layout import Layout as Mesh
 
 PUBLISHED = Path(__file__).with_name("published.csv")
 
@@ -30,6 +30,7 @@ class Row:
     """One published run."""
 
     name: str
+    model: str
     source: str
     """Rows of one source were measured by the same people with the same software on the same machines."""
     family: str
@@ -40,15 +41,17 @@ class Row:
     cluster: Cluster
     stack: str
     products: str | None
-    tokens_per_second: float
+    tokens_per_second: float | None
     """A device, as published."""
+    tflops: float
+    """A device, as published; 0: not published."""
     memory_gib: float | None
 
     @property
     def profile(self) -> Profile:
         """The traced step."""
         one = self.layout
-        precision = "bf16-true" if self.stack == "megatron" else "bf16-cast"
+        precision = "bf16-true" if self.stack.startswith("megatron") else "bf16-cast"
         return traced(self.config, one.micro_batch, self.sequence, one.checkpointing, precision)
 
 
@@ -61,13 +64,21 @@ def source_of(text: str) -> str:
     return short
 
 
-def stack_of(source: str, precision: str) -> str:
-    """Which kernels a run used, by who published it."""
+def stack_of(source: str, precision: str, device: str) -> str:
+    """Which kernels a run used, by who published it, on what."""
     if "llm-foundry" in source:
         return "triton"
     if re.search(r"megatron|nemo", source, re.IGNORECASE):
-        return "megatron"
+        # Megatron-Bridge's recipes capture CUDA graphs on the machines with Grace hosts (scripts/performance).
+        return "megatron graphs" if device.lower() in ("gb200", "gb300") else "megatron"
     return "compile" if "compile" in precision else "eager"
+
+
+def checkpointing_of(text: str, stack: str) -> Checkpointing:
+    """What a row says of activation checkpointing; Megatron's `selective` is what flash attention does anyway."""
+    if re.search(r"full|block|true|yes", text, re.IGNORECASE):
+        return "full"
+    return "selective" if "selective" in text and not stack.startswith("megatron") else "none"
 
 
 def read(path: Path = PUBLISHED) -> list[Row]:
@@ -90,13 +101,17 @@ def _row(one: dict[str, str]) -> Row:
     def number(column: str) -> int:
         return int(float(one[column] or 1))
 
-    stack = stack_of(one["source"], words)
-    kept: dict[str, Checkpointing] = {"full": "full", "selective(op)": "selective", "selective": "selective"}
+    stack = stack_of(one["source"], words, one["gpu"])
     sharding = "full"
-    if stack == "megatron" and not re.search(r"\bFSDP", words):
-        sharding = "optimizer"
+    if zero := re.search(r"zero[- ]?([123])", words, re.IGNORECASE):
+        sharding = {"1": "optimizer", "2": "gradients", "3": "full"}[zero[1]]
     elif "SHARD_GRAD_OP" in words:
         sharding = "gradients"
+    elif re.search(r"\bDDP\b", words):
+        sharding = "none"
+    elif stack.startswith("megatron") and not re.search(r"\bFSDP", words):
+        sharding = "optimizer"
+    checkpointing = checkpointing_of(one["act_ckpt"], stack)
     tensor, data = number("tp"), number("dp")
     micro = number("mbs")
     layout = Layout(
@@ -104,7 +119,7 @@ def _row(one: dict[str, str]) -> Row:
         mesh=Mesh(number("pp"), 1, data, number("cp"), tensor, size("EP")),
         micro_batch=micro,
         accumulation=max(1, round(number("gbs") / (micro * data))),
-        checkpointing=kept.get(one["act_ckpt"], "none"),
+        checkpointing=checkpointing,
         sharding=sharding,  # type: ignore[arg-type]
         sequence=tensor > 1,
         schedule="interleaved_1f1b" if size("VP") > 1 else "1f1b",
@@ -112,12 +127,15 @@ def _row(one: dict[str, str]) -> Row:
     )
     low = words.lower()
     products = "float4" if "fp4" in low else "float8" if "fp8" in low or "float8" in low else None
-    memory = one.get("mem_gib")
     cluster = Cluster.of(one["gpu"], "roce 1600" if "1600 Gbps" in one["source"] else None)
+    memory = one.get("mem_gib")
+    peak = cluster.device.peak_of("bfloat16")
+    tflops = float(one["tflops_gpu"] or 0) or float(one["mfu"] or 0) / 100 * peak
     split = "".join(f" {key}{number(key)}" for key in ("tp", "pp", "cp") if number(key) > 1)
     return Row(
         f"{one['model']} {one['gpu']} x {number('gpus')}{split}, {words}, {one['seq']} positions, "
         f"micro-batch {micro}" + (f", checkpointing {one['act_ckpt']}" if one["act_ckpt"] not in ("", "none") else ""),
+        one["model"],
         source_of(one["source"]),
         cluster.device.name,
         config_of(one),
@@ -126,7 +144,8 @@ def _row(one: dict[str, str]) -> Row:
         cluster,
         stack,
         products,
-        float(one["tok_s_gpu"]),
+        float(one["tok_s_gpu"]) if one["tok_s_gpu"] else None,
+        tflops,
         float(memory) if memory else None,
     )
 
@@ -199,8 +218,3 @@ def repeated(profile: Profile, order: list[int], heads: int = 1) -> Profile:
 
 def _parameters(units: Iterable[Unit]) -> int:
     return sum(one.parameters + one.expert_parameters for one in units)
-
-
-def count(module: nn.Module) -> int:
-    """Parameters of a module."""
-    return sum(one.numel() for one in module.parameters())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from fairlead_planning.devices import Cluster
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
-
-Measured = Mapping[Operation, Callable[[float, int], float]]
-"""What `fairlead bench comm` measured here: seconds of so many bytes over so many nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,27 @@ class Group:
         return cls(ranks, near, -(-ranks // near))
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What one operation over so many nodes was measured to reach."""
+
+    nodes: int
+    bytes: tuple[float, ...]
+    """Ascending."""
+    bus_gb_s: tuple[float, ...]
+    latency_us: float
+    """Of the smallest."""
+
+    def seconds(self, operation: Operation, size: float, ranks: int) -> float:
+        """Of another size and number of ranks, at the rate that its size reached."""
+        rate = float(np.interp(np.log(size), np.log(self.bytes), self.bus_gb_s))
+        return max(size * _factor(operation, ranks) / (rate * 1e9), self.latency_us * 1e-6)
+
+
+Measured = Mapping[Operation, Sequence[Curve]]
+"""What `fairlead bench comm` measured on a cluster."""
+
+
 @dataclass(frozen=True)
 class Collectives:
     """The collectives of one cluster.
@@ -58,7 +76,10 @@ class Collectives:
         if group.ranks < 2 or size <= 0:
             return 0.0
         if known := self.measured.get(operation):
-            return known(size, group.spread)
+            nearest = min(known, key=lambda curve: abs(log2(curve.nodes / group.spread)))
+            # A curve of one node says nothing of a network, and the other way round.
+            if (nearest.nodes > 1) == (group.spread > 1):
+                return nearest.seconds(operation, size, group.ranks)
         link, between = self.cluster.link, self.cluster.between
         far = group.spread > 1
         slow = between.rate(self.cluster.node)
@@ -81,25 +102,46 @@ class Collectives:
         return twice * (moved + latency * 1e-6)
 
 
-def measured_from(rows: list[dict[str, float | str]]) -> Measured:
-    """What a calibration file says of collectives: seconds by size, between its points in proportion."""
-    found: dict[Operation, Callable[[float, int], float]] = {}
-    for name in {str(row["op"]) for row in rows}:
-        mine = [row for row in rows if row["op"] == name]
-        found[name] = _interpolated(mine)  # type: ignore[index]
+    def dispatch(self, size: float, copies: int, group: Group, *, once: bool, reached: float = 1.0) -> float:
+        """Seconds in which tokens reach their experts.
+
+        Args:
+            size: Bytes of a rank's tokens, once.
+            copies: To how many experts each goes.
+            group: Among whom the experts lie.
+            once: A token goes once to each domain, and once to each rank there (DeepEP), and not once to each expert.
+            reached: Of a network's rate between domains, what such traffic reaches.
+        """
+        if group.ranks < 2 or size <= 0:
+            return 0.0
+        if not once and "all_to_all" in self.measured:
+            return self.seconds("all_to_all", size * copies, group)
+        domains, ranks = group.spread, group.ranks
+        of_domains = domains * (1 - (1 - 1 / domains) ** copies) if once else float(copies)
+        of_ranks = ranks * (1 - (1 - 1 / ranks) ** copies) if once else float(copies)
+        slow = self.cluster.between.rate(self.cluster.node) * reached
+        fast = self.cluster.link.device_gb_s or slow
+        outside = size * of_domains * (domains - 1) / domains / (slow * 1e9) if domains > 1 else 0.0
+        inside = size * of_ranks * (1 - 1 / group.near) / (fast * 1e9) if group.near > 1 else 0.0
+        latency = (self.cluster.between if domains > 1 else self.cluster.link).latency_us * log2(ranks) * 1e-6
+        return max(outside, inside) + latency
+
+
+def _factor(operation: Operation, ranks: int) -> float:
+    """What each rank sends of the full tensor: what relates nccl-tests' bus bandwidth to seconds."""
+    share = (ranks - 1) / ranks
+    return {"all_reduce": 2 * share, "send": 1.0}.get(operation, share)
+
+
+def measured_from(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    """The curves of a calibration file: rows of op, ranks, nodes, bytes, bus_gb_s and latency_us."""
+    found: dict[Operation, list[Curve]] = {}
+    for operation, nodes in sorted({(row["op"], int(row["nodes"])) for row in rows}):
+        mine = sorted(
+            (float(row["bytes"]), float(row["bus_gb_s"]), float(row.get("latency_us", 0.0)))
+            for row in rows
+            if (row["op"], int(row["nodes"])) == (operation, nodes)
+        )
+        sizes, rates, latencies = zip(*mine, strict=True)
+        found.setdefault(operation, []).append(Curve(nodes, sizes, rates, latencies[0]))
     return found
-
-
-def _interpolated(rows: list[dict[str, float | str]]) -> Callable[[float, int], float]:
-    spreads = sorted({int(row["nodes"]) for row in rows})
-    curves = {}
-    for spread in spreads:
-        points = sorted((float(r["bytes"]), float(r["bus_gb_s"]), float(r.get("latency_us", 0.0)), int(r["ranks"])) for r in rows if int(r["nodes"]) == spread)
-        curves[spread] = points
-
-    def seconds(size: float, spread: int) -> float:
-        points = curves[min(spreads, key=lambda one: abs(one - spread))]
-        rate = float(np.interp(np.log(size), [np.log(p[0]) for p in points], [p[1] for p in points]))
-        return size / (rate * 1e9) + points[0][2] * 1e-6
-
-    return seconds

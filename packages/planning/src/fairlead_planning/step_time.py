@@ -17,8 +17,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fairlead_planning.calibration import Calibration, shipped
-from fairlead_planning.collectives import Collectives, Group
+from fairlead_planning.calibration import Calibration, filled, shipped
+from fairlead_planning.collectives import Collectives, Group, Operation
 from fairlead_planning.devices import Cluster
 from fairlead_planning.layouts import Layout
 from fairlead_planning.profile import CAST, Kernel, Profile
@@ -116,11 +116,11 @@ def _reduce(profile: Profile) -> _Kernels:
         parts[part][phase][place] += 1
     shapes = np.array([k.shape or (0, 0, 0, 0) for k in kept], dtype=np.int64).reshape(-1, 4)
     sorts: dict[object, int] = {}
-    of = [sorts.setdefault(tuple(frozenset(c.items()) for c in part), len(sorts)) for part in parts]
+    of = [sorts.setdefault(tuple(frozenset(c.items()) for c in both), len(sorts)) for both in parts]
     counts = np.zeros((len(sorts), 2, len(kept)))
-    for sort, part in zip(of, parts, strict=True):
+    for sort, both in zip(of, parts, strict=True):
         for phase in (FORWARD, BACKWARD):
-            for place, count in part[phase].items():
+            for place, count in both[phase].items():
                 counts[sort, phase, place] = count
     return _Kernels(
         np.array([_KINDS.index(k.kind) for k in kept]),
@@ -147,8 +147,10 @@ def _sequence(kernel: Kernel) -> bool:
 
 def _token_column(kernels: Sequence[Kernel]) -> npt.NDArray[np.int64]:
     """Which of a product's dimensions counts tokens: m of the forward products says how many there are."""
-    rows = {e: {k.shape[1] for k in kernels if k.shape and k.kind == "matmul" and k.phase == "forward" and k.expert == e}
-            for e in (False, True)}  # fmt: skip
+    rows: dict[bool, set[int]] = {False: set(), True: set()}
+    for kernel in kernels:
+        if kernel.shape is not None and kernel.kind == "matmul" and kernel.phase == "forward":
+            rows[kernel.expert].add(kernel.shape[1])
 
     def column(kernel: Kernel) -> int:
         if kernel.shape is None or kernel.kind != "matmul":
@@ -189,7 +191,9 @@ class StepTimer:
         if products is not None:
             outside = one.counts[list(set(one.sorts[:2]))].sum((0, 1)) > 0
             self._narrow = (one.kind == 0) & ~outside
-            self._dtypes = [products if narrow else dtype for narrow, dtype in zip(self._narrow, one.dtype, strict=True)]
+            self._dtypes = [
+                products if narrow else dtype for narrow, dtype in zip(self._narrow, one.dtype, strict=True)
+            ]
         self._peak = 1e12 * np.array([cluster.device.peak_of(dtype) for dtype in self._dtypes])
         self._element = np.array([_BYTES.get(dtype, 2) for dtype in self._dtypes], dtype=float)
         # A row of `counts` stands for one unit of that sort: weighed by how many there are.
@@ -255,9 +259,11 @@ class StepTimer:
         return sent
 
     def parts(self, layout: Layout) -> tuple[Array, Array, Array]:
-        """Seconds of one micro-batch: of each part (in front, behind, units) forward and backward; kernels of each, and the
-        seconds of its backward pass that compute something again."""
-        one, mesh = self._kernels, layout.mesh
+        """Seconds of one micro-batch: of each part (in front, behind, units) forward and backward.
+
+        Then the kernels of each, and the seconds of its backward pass that compute something again.
+        """
+        one, mesh, fitted = self._kernels, layout.mesh, self.calibration
         tensor, context = mesh.tensor, mesh.context
         less = layout.micro_batch / self.profile.rows / context  # tokens of a rank
         split = np.where(one.split | one.expert, tensor, 1) * np.where(one.sequence & layout.sequence, tensor, 1)
@@ -282,7 +288,8 @@ class StepTimer:
         cast = np.where(self._narrow, batch * (m * k + k * n) * (2 + element) * self.stack.cast, 0.0)
         traffic = np.where(product, own * element / 2, traffic * np.where(one.kind == 2, self.stack.traffic, 1.0))
         arithmetic = flops / self._rate
-        arithmetic = np.where(product, arithmetic / self._filled(batch, m, n, k), arithmetic)
+        part = filled(batch, m, n, k, units=self.cluster.device.units, depth=fitted.depth, wave=fitted.wave)
+        arithmetic = np.where(product, arithmetic / part, arithmetic)
         if context > 1:  # of causal attention the last ranks have more, unless each has a part of both ends
             uneven = 1 + self.stack.uneven_context * (2 * context / (context + 1) - 1)
             arithmetic = np.where(one.kind == 1, arithmetic * uneven, arithmetic)
@@ -291,14 +298,6 @@ class StepTimer:
         by_sort = one.counts @ seconds
         again = one.counts[:, BACKWARD] @ (seconds * one.again)
         return by_sort[one.sorts], one.counts.sum(2)[one.sorts], again[one.sorts]
-
-    def _filled(self, batch: Array, m: Array, n: Array, k: Array) -> Array:
-        """Which part of the achieved rate a product of that size reaches: short sums, and tiles that fill no wave."""
-        tiles = batch * np.ceil(np.maximum(m, 1) / 128) * np.ceil(np.maximum(n, 1) / 128)
-        waves = tiles / self.cluster.device.units
-        deep = k / (k + self.calibration.depth)
-        filled: Array = np.maximum(deep * waves / (waves + self.calibration.wave), 1e-6)
-        return filled
 
     def time(self, layout: Layout) -> StepTime:
         """The time of one optimizer step under a layout."""
@@ -314,7 +313,7 @@ class StepTimer:
         share = np.ones(len(parts))
         bubble = pipeline = 0.0
         if ranks > 1:
-            slowest, share = self._stage(full.sum(1), ranks, laps)
+            share = self._stage(full.sum(1), ranks, laps)
             mean = full.sum() / ranks
             empty = bubble_fraction(ranks, micro, 1 if layout.schedule in ("gpipe", "1f1b") else laps)
             if layout.schedule.endswith("zero_bubble"):
@@ -358,7 +357,7 @@ class StepTimer:
         )
 
     def _host(self, launches: Array, share: Array) -> float:
-        """Seconds in which the host launches the kernels of a micro-batch; mixtures wait for the sizes of what is sent."""
+        """Seconds in which the host launches a micro-batch's kernels; mixtures wait for the sizes of what is sent."""
         mixtures = float(share @ (self._sent_tokens > 0))
         return float((share @ launches).sum()) * self.stack.launch_us * 1e-6 + mixtures * self.stack.dispatch_us * 1e-6
 
@@ -407,17 +406,18 @@ class StepTimer:
         # More ranks than `shard` has: those of `tensor` and `context` hold experts, too (Megatron's expert groups).
         stride = layout.mesh.tensor * layout.mesh.context if size <= layout.mesh.shard else 1
         group = Group.of(size, stride, self.cluster.domain)
-        token = self.profile.width_bytes / self.profile.tokens
-        scale = layout.micro_batch / self.profile.rows / layout.mesh.context
+        tokens = self.profile.tokens * layout.micro_batch / self.profile.rows / layout.mesh.context
         if layout.sequence:
-            scale /= layout.mesh.tensor
+            tokens /= layout.mesh.tensor
+        size = tokens * self.profile.width_bytes / self.profile.tokens
+        reached = self.calibration.all_to_all
         for part in np.flatnonzero(self._sent_tokens):
-            sent = self._sent_tokens[part] * scale * token
-            zeros[part] = 2 * self.collectives.seconds("all_to_all", sent, group)
+            copies = max(1, round(self._sent_tokens[part] / self.profile.tokens))
+            zeros[part] = 2 * self.collectives.dispatch(size, copies, group, once=self.stack.once, reached=reached)
         return zeros * self.stack.exposed_expert
 
-    def _stage(self, seconds: Array, ranks: int, laps: int) -> tuple[float, Array]:
-        """The slowest rank's seconds of a micro-batch, and which parts it works on.
+    def _stage(self, seconds: Array, ranks: int, laps: int) -> Array:
+        """Which parts the slowest rank of a pipeline works on.
 
         Parts in order, in front first and behind last, are cut into ranks x laps runs, so that the longest is as short
         as it can be; rank r has every `ranks`-th of them.
@@ -431,7 +431,7 @@ class StepTimer:
         slowest = int(totals.argmax())
         share = np.zeros(len(seconds))
         share[order] = rank == slowest
-        return float(totals[slowest]), share
+        return share
 
     def _sends(self, layout: Layout) -> float:
         """What a rank of a pipeline waits for its neighbours' activations and gradients, a micro-batch."""
@@ -469,17 +469,14 @@ class StepTimer:
         narrow = np.minimum(self._wide, 2.0 if self._main != "float32" else 4.0)
         seconds = self.collectives.seconds
 
-        def over(operation: str, of_plain: Array, of_experts: Array) -> Array:
-            return np.array(
-                [
-                    seconds(operation, a, group) + seconds(operation, b, expert)  # type: ignore[arg-type]
-                    for a, b in zip(of_plain, of_experts, strict=True)
-                ]
-            )
+        def over(operation: Operation, of_plain: Array, of_experts: Array) -> Array:
+            # Most units are alike: a call for each different one.
+            pairs, back = np.unique(np.stack((of_plain, of_experts)), axis=1, return_inverse=True)
+            values = [seconds(operation, a, group) + seconds(operation, b, expert) for a, b in pairs.T]
+            return np.array(values)[back.ravel()]
 
-        fused = _distinct(over)
-        reduce = "all_reduce" if sharded == "none" else "reduce_scatter"
-        gradients = fused(reduce, plain * wide, experts * wide)
+        reduce: Operation = "all_reduce" if sharded == "none" else "reduce_scatter"
+        gradients = over(reduce, plain * wide, experts * wide)
         if outer.ranks > 1:
             parts = (plain + experts) * wide / width
             gradients = gradients + np.array([seconds("all_reduce", size, outer) for size in parts])
@@ -488,20 +485,20 @@ class StepTimer:
         backward[0] += full[0, BACKWARD] * share[_FRONT]
         micro = layout.accumulation
         if sharded == "full" or (sharded == "gradients" and layout.strategy != "deepspeed"):
-            gathers = fused("all_gather", plain * narrow, experts * narrow)
+            gathers = over("all_gather", plain * narrow, experts * narrow)
             again = gathers if sharded == "full" else np.zeros_like(gathers)
             each = micro if self.stack.reduce_each else 1
             total = micro * (gathers.sum() + again.sum()) + each * gradients.sum()
             ahead = gathers[0] + np.maximum(0, gathers[1:] - forward[:-1]).sum()
-            behind = np.maximum(0, again + gradients - backward).sum() + gradients[-1] * 0
+            behind = np.maximum(0, again + gradients - backward).sum()
             light = np.maximum(0, again - backward).sum()
             exposed = micro * ahead + each * behind + (micro - each) * light + gradients[0]
             # What is gathered is copied out of the buffer, what is reduced is cast and copied into one.
             gathered = float(((plain + experts) * narrow).sum()) * (2 if sharded == "full" else 1)
             reduced = float(((plain + experts) * (narrow + 2 * wide)).sum())
-            copies_ = (micro * 2 * gathered + each * reduced) / self._bandwidth
-            return float(exposed) + copies_, float(max(0.0, total - exposed))
-        gathers = fused("all_gather", plain * narrow, experts * narrow) if sharded == "optimizer" else np.zeros(1)
+            copied = (micro * 2 * gathered + each * reduced) / self._bandwidth
+            return float(exposed) + copied, float(max(0.0, total - exposed))
+        gathers = over("all_gather", plain * narrow, experts * narrow) if sharded == "optimizer" else np.zeros(1)
         room = backward.sum() * (1 - 1 / max(2, len(backward))) * self.stack.overlap_data
         first = forward.sum() * self.stack.overlap_data
         exposed = max(gradients.sum() - room, gradients.sum() / len(gradients)) + max(
@@ -536,24 +533,14 @@ class StepTimer:
         return parameters / shards * each / rate
 
 
-def _distinct(call):  # type: ignore[no-untyped-def]
-    """The same for arrays of which many entries are equal: a call for each different pair."""
-
-    def over(operation: str, first: Array, second: Array) -> Array:
-        pairs, back = np.unique(np.stack((first, second)), axis=1, return_inverse=True)
-        values: Array = call(operation, pairs[0], pairs[1])
-        return values[back.ravel()]
-
-    return over
-
-
 def _cut(costs: Array, stages: int) -> npt.NDArray[np.int64]:
     """Ends of the runs into which costs in order are cut, so that the largest sum is as small as it can be."""
     sums = np.concatenate(([0.0], np.cumsum(costs)))
     low, high = max(sums[-1] / stages, costs.max()), sums[-1]
 
     def ends(limit: float) -> list[int]:
-        found, start = [], 0
+        found: list[int] = []
+        start = 0
         while start < len(costs) and len(found) < stages:
             start = int(np.searchsorted(sums, sums[start] + limit * (1 + 1e-12), side="right")) - 1
             found.append(start)
