@@ -101,7 +101,7 @@ def test_the_benchmarks_that_the_pages_name_exist() -> None:
     named = {*re.findall(r"benchmarks/(\w+)\.py", text), *re.findall(r"^\| `(\w+)[ `]", rows, re.MULTILINE)}
     assert len(named) > 10
     assert named - {"NAME"} - set(RATIOS) == set()
-    assert set(re.findall(r"fairlead bench (\w+)", text)) == {"comm", "scaling", "threads"}
+    assert set(re.findall(r"fairlead bench (\w+)", text)) == {"comm", "gemm", "scaling", "threads"}
 
 
 def test_the_figures_of_the_readme_are_the_measured_ones() -> None:
