@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fairlead_planning.layouts import Layout, Mesh
+from fairlead_planning.layouts import Layout
 from fairlead_planning.memory import fullest, memory
 from fairlead_planning.out_of_memory import advice, needed, remedies
 from fairlead_planning.profile import Profile
 from fairlead_planning.trace import Work, trace
+from fairlead_strategies.layout import Layout as Mesh
 
 
 class Block(nn.Module):
