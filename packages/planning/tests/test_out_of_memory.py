@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fairlead import StrategyConfigBase
 from fairlead_planning.layouts import Layout
-from fairlead_planning.memory import fullest, memory
-from fairlead_planning.out_of_memory import advice, needed, remedies
+from fairlead_planning.memory import MemoryModel, fullest, memory
+from fairlead_planning.out_of_memory import advice, layout_of, remedies
 from fairlead_planning.profile import Profile
 from fairlead_planning.trace import Work, trace
+from fairlead_strategies.ddp import DDPStrategyConfig
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
+from fairlead_strategies.fsdp import FSDPStrategyConfig
+from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
+from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.layout import Layout as Mesh
 
 
@@ -50,17 +56,16 @@ def step(rows: int) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def profiles() -> tuple[Profile, Profile]:
-    return step(12), step(6)
+def model() -> MemoryModel:
+    return MemoryModel(step(4), step(8))
 
 
 DDP = Layout("ddp", Mesh(replicate=4), micro_batch=12)
 
 
-def test_each_remedy_saves_what_the_plan_of_the_changed_job_says(profiles: tuple[Profile, Profile]) -> None:
-    one, two = profiles
-    now = needed(one, two, DDP).total
-    found = {each.what: each for each in remedies(one, two, DDP)}
+def test_each_remedy_saves_what_the_plan_of_the_changed_job_says(model: MemoryModel) -> None:
+    now = fullest(model.use(DDP)).total
+    found = {each.what: each for each in remedies(model, DDP)}
     assert any("a batch of 6 on each rank, with accumulate_grad_batches: 2" in what for what in found)
     for each in found.values():
         assert each.saves == pytest.approx(now - each.bytes)
@@ -74,20 +79,34 @@ def test_each_remedy_saves_what_the_plan_of_the_changed_job_says(profiles: tuple
     assert together.bytes < min(each.bytes for each in list(found.values())[:-1])
 
 
-def test_what_cannot_help_is_not_named(profiles: tuple[Profile, Profile]) -> None:
-    one, two = profiles
+def test_what_cannot_help_is_not_named(model: MemoryModel) -> None:
     alone = Layout("single_device", Mesh(), micro_batch=1, checkpointing="full")
-    words = [each.what for each in remedies(one, two, alone, device="cpu")]
+    words = [each.what for each in remedies(MemoryModel(step(2), step(4), "cpu"), alone)]
     assert not any("a batch of" in what or "recomputing" in what for what in words)
     assert "fsdp2 on two ranks" in words
 
 
-def test_the_lines_say_by_how_much_and_what_fits(profiles: tuple[Profile, Profile]) -> None:
-    one, two = profiles
-    sizes = sorted(each.bytes for each in remedies(one, two, DDP))
-    first, *rest = advice(one, two, DDP, capacity=(sizes[0] + sizes[1]) / 2)
+def test_the_lines_say_by_how_much_and_what_fits(model: MemoryModel) -> None:
+    sizes = sorted(each.bytes for each in remedies(model, DDP))
+    first, *rest = advice(model, DDP, capacity=(sizes[0] + sizes[1]) / 2)
     assert first.startswith("the plan of this job: a rank needs ")
     assert "activations" in first
     assert sum(line.endswith("which fits") for line in rest) == 1
     assert sum(line.endswith("which does not fit yet") for line in rest) == len(sizes) - 1
     assert all("less" in line for line in rest)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sharding", "mesh"),
+    [
+        (None, "none", Mesh(replicate=8)),
+        (DDPStrategyConfig(), "none", Mesh(replicate=8)),
+        (FSDP2StrategyConfig(replicate=2), "full", Mesh(replicate=2, shard=4, auto="shard")),
+        (FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP"), "gradients", Mesh(shard=8)),
+        (DeepSpeedStrategyConfig(stage=1), "optimizer", Mesh(shard=8)),
+        (HybridStrategyConfig(tensor=2, pipeline=2), "full", Mesh(pipeline=2, shard=2, tensor=2, auto="shard")),
+    ],
+)
+def test_a_strategy_of_a_job_file_is_a_layout(strategy: StrategyConfigBase | None, sharding: str, mesh: Mesh) -> None:
+    found = layout_of(strategy, 8, 4)
+    assert (found.sharding, found.mesh, found.micro_batch, found.devices) == (sharding, mesh, 4, 8)

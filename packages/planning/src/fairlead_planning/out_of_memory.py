@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fairlead_planning.layouts import Checkpointing, Layout
-from fairlead_planning.memory import MemoryUse, as_dict, fullest, memory
-from fairlead_planning.profile import Profile
-from fairlead_planning.variants import checkpointed, with_rows
+import torch
+
+from fairlead import StrategyConfigBase
+from fairlead.jobs import LoadedJob
+from fairlead.resolve import Resolution
+from fairlead_planning.job import planned_job
+from fairlead_planning.layouts import Checkpointing, Layout, Sharding
+from fairlead_planning.memory import MemoryModel, as_dict, fullest
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
+from fairlead_strategies.fsdp import FSDPStrategyConfig
+from fairlead_strategies.layout import Layout as Mesh
+from fairlead_strategies.mesh.config import MeshStrategyConfig
 
 _WORTH: Final = 0.02
 """What saves less than this share is not named."""
@@ -25,34 +33,26 @@ class Remedy:
     saves: float
 
 
-def needed(one: Profile, two: Profile, layout: Layout, device: str = "cuda") -> MemoryUse:
-    """The memory of the fullest rank under a layout.
-
-    Args:
-        one: A step of the job, traced without recomputation.
-        two: The same with another number of rows in its batch.
-        layout: How the job is laid out.
-        device: `cuda` or `cpu`.
-    """
-    profile = checkpointed(with_rows(one, two, layout.micro_batch), layout.checkpointing)
-    return fullest(memory(profile, layout, device))
-
-
-def remedies(one: Profile, two: Profile, layout: Layout, device: str = "cuda") -> list[Remedy]:
+def remedies(model: MemoryModel, layout: Layout, *, divisible: bool = True) -> list[Remedy]:
     """What saves memory, the most first; each alone, and the last of all together.
 
     All keep the global batch, and so the training, but for those that need more ranks.
+
+    Args:
+        model: Of the job's memory.
+        layout: How the job is laid out.
+        divisible: Whether its batch can be made smaller.
     """
-    now = needed(one, two, layout, device).total
+    now = fullest(model.use(layout)).total
     found: list[Remedy] = []
 
     def tried(what: str, changed: Layout) -> None:
-        total = needed(one, two, changed, device).total
+        total = fullest(model.use(changed)).total
         if now - total > _WORTH * now:
             found.append(Remedy(what, changed, total, now - total))
 
     together, words = layout, []
-    if layout.micro_batch > 1:
+    if layout.micro_batch > 1 and divisible:
         rows = next(n for n in range(layout.micro_batch // 2, 0, -1) if layout.micro_batch % n == 0)
         times = layout.accumulation * (layout.micro_batch // rows)
         half = replace(layout, micro_batch=rows, accumulation=times)
@@ -88,23 +88,22 @@ def _sharded(layout: Layout, ranks: int) -> Layout:
 
 
 def advice(
-    one: Profile, two: Profile, layout: Layout, capacity: float | None = None, device: str = "cuda"
+    model: MemoryModel, layout: Layout, capacity: float | None = None, *, divisible: bool = True
 ) -> Iterator[str]:
     """The lines for a person whose job has run out of memory.
 
     Args:
-        one: A step of the job, traced without recomputation.
-        two: The same with another number of rows.
+        model: Of the job's memory.
         layout: How the job is laid out.
         capacity: Bytes of a device; None: not known.
-        device: `cuda` or `cpu`.
+        divisible: Whether its batch can be made smaller.
     """
-    use = needed(one, two, layout, device)
+    use = fullest(model.use(layout))
     parts = {name: size for name, size in as_dict(use).items() if name != "total" and size >= 0.005 * use.total}
     largest = ", ".join(f"{name} {_gib(size)}" for name, size in sorted(parts.items(), key=lambda pair: -pair[1]))
     has = f", of {_gib(capacity)}" if capacity is not None else ""
     yield f"the plan of this job: a rank needs {_gib(use.total)}{has} ({largest})"
-    found = remedies(one, two, layout, device)
+    found = remedies(model, layout, divisible=divisible)
     for remedy in found:
         fits = ""
         if capacity is not None:
@@ -112,6 +111,46 @@ def advice(
         yield f"- {remedy.what}: {_gib(remedy.saves)} less, {_gib(remedy.bytes)}{fits}"
     if not found:
         yield "- nothing that keeps the batch saves much: a smaller model, or tensor or pipeline parallelism"
+
+
+def of_job(loaded: LoadedJob, resolution: Resolution) -> Iterator[str]:
+    """The same lines for a job that `fairlead fit` runs, on the device of this process.
+
+    Raises:
+        ConfigError: The job cannot be traced without data; what its code raises.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    job = planned_job(loaded, device)
+    accumulation = resolution.trainer.accumulate_grad_batches
+    layout = layout_of(resolution.strategy, resolution.world_size, max(1, job.samples // accumulation))
+    capacity = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+    model = MemoryModel(job.profile, job.wider, device)
+    yield from advice(model, replace(layout, accumulation=accumulation), capacity, divisible=job.wider is not None)
+
+
+def layout_of(strategy: StrategyConfigBase | None, ranks: int, micro_batch: int) -> Layout:
+    """How a strategy of a job file lays the job out on so many ranks."""
+    one = Layout("single_device" if strategy is None else strategy.name, micro_batch=micro_batch)
+    if isinstance(strategy, MeshStrategyConfig):
+        mesh = strategy.layout(ranks)
+        return replace(one, mesh=mesh, sharding="full" if mesh.shard > 1 else "none")
+    if isinstance(strategy, FSDPStrategyConfig):
+        sharding = _FSDP[strategy.sharding_strategy]
+        return replace(one, mesh=Mesh(shard=ranks), sharding=sharding, offload=strategy.cpu_offload)
+    if isinstance(strategy, DeepSpeedStrategyConfig):
+        sharding = _STAGES[strategy.stage or 0]
+        return replace(one, mesh=Mesh(shard=ranks), sharding=sharding, offload=strategy.offload_optimizer)
+    return replace(one, mesh=Mesh(replicate=ranks))
+
+
+_STAGES: Final[tuple[Sharding, ...]] = ("none", "optimizer", "gradients", "full")
+_FSDP: Final[Mapping[str, Sharding]] = {
+    "FULL_SHARD": "full",
+    "HYBRID_SHARD": "full",
+    "SHARD_GRAD_OP": "gradients",
+    "_HYBRID_SHARD_ZERO2": "gradients",
+    "NO_SHARD": "none",
+}
 
 
 def _gib(size: float) -> str:
