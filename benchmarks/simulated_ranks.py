@@ -26,7 +26,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 
 from benchmarks._stats import Ratio, options, report
 from benchmarks.hostlist import PER_NODE, RANKS, environ, timed
@@ -87,7 +86,7 @@ def work(pipe: Connection, port: int, ranks: range, world_size: int) -> None:
     def counting(self: StoreMailbox, store: Any, *words: Any) -> None:
         make(self, store if isinstance(store, Counted) else Counted(store), *words)
 
-    StoreMailbox.__init__ = counting  # type: ignore[method-assign]
+    StoreMailbox.__init__ = counting  # type: ignore[assignment, method-assign]
     stores: dict[int, Any] = {}
 
     def connect(rank: int) -> None:

@@ -27,6 +27,7 @@ RATIOS = {
     "step": {"step_times_of_a_step", "trainer_vs_lightning", "trainer_vs_loop"},
     "ddp": {"trainer_vs_loop", "trainer_vs_lightning"},
     "hostlist": {"seconds_100k", "seconds_resolve_16k", "expand_vs_simple"},
+    "simulated_ranks": {f"{name}_requests_of_a_rank" for name in ("meet", "save", "stop")},
     "recovery": {"first_restart_share", "seconds_beyond_load", "median_vs_torchrun"},
     "scaling": {"speedup_vs_raw_ddp", "speedup", "communication_share"},
     "predict": {"speed_vs_bare", "bytes_vs_tensors", "memory_growth"},
@@ -55,6 +56,7 @@ BY_NAME = {
     "recovery",
     "run",
     "scaling",
+    "simulated_ranks",
     "startup",
     "strategies",
     "zero_stages",
@@ -99,7 +101,7 @@ def test_the_benchmarks_that_the_pages_name_exist() -> None:
     named = {*re.findall(r"benchmarks/(\w+)\.py", text), *re.findall(r"^\| `(\w+)[ `]", rows, re.MULTILINE)}
     assert len(named) > 10
     assert named - {"NAME"} - set(RATIOS) == set()
-    assert set(re.findall(r"fairlead bench (\w+)", text)) == {"comm", "scaling", "threads"}
+    assert set(re.findall(r"fairlead bench (\w+)", text)) == {"comm", "gemm", "scaling", "threads"}
 
 
 def test_the_figures_of_the_readme_are_the_measured_ones() -> None:

@@ -36,13 +36,13 @@ MEAN_S = 5.0
 torch.manual_seed(1)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-with Run(f"runs/{name}", model=model, optimizer=optimizer, max_steps=600) as run:
+with Run(f"runs/{name}", model=model, optimizer=optimizer, max_steps=1000) as run:
     run.restore()
     starts = len(os.listdir(f"runs/{name}/starts"))
     share = ((5 * (starts + seed)) % 8 + 0.5) / 8  # eight failures, as those of a constant rate are spread
     dies = -MEAN_S * math.log(1 - share)
     threading.Timer(dies, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    while run.steps < 600:
+    while run.steps < 1000:
         time.sleep(0.02)
         model(torch.ones(8)).sum().backward()
         optimizer.step()
@@ -77,7 +77,7 @@ def test_the_page_says_what_its_code_prints(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.full
 def test_the_goodput_of_a_run_is_predicted_from_what_another_one_has_cost(tmp_path: Path) -> None:
-    """With three times the interval: lost work is what has to be foretold, within 40 %, and goodput within 0.1.
+    """With three times the interval: lost work is what has to be foretold, within 40 %, and goodput within 0.12.
 
     How often it is killed is the test's own choice, and how long Python takes to start is that of who else uses the
     machine: both are given.
@@ -86,10 +86,10 @@ def test_the_goodput_of_a_run_is_predicted_from_what_another_one_has_cost(tmp_pa
     assert before.failures >= 2
     run = trained(tmp_path, "after", 75, 4)
     went, after = goodput(run), measured([run])
-    step_s = sum(went.seconds.get(part, 0.0) for part in GOOD) / 600
+    step_s = sum(went.seconds.get(part, 0.0) for part in GOOD) / 1000
     told = goodput_forecast(
         1,
-        600 * step_s / 86_400,
+        1000 * step_s / 86_400,
         measured=before,
         failures=86_400 / 5.0 * 1000,
         queue_s=after.wait_s,
@@ -99,5 +99,5 @@ def test_the_goodput_of_a_run_is_predicted_from_what_another_one_has_cost(tmp_pa
     lost_s, told_s = went.seconds[LOST] / after.failures, told.lost_h * 3600 / told.interruptions[0]
     print(f"goodput {went.share:.3f}, told {told.effective:.3f}; lost at a failure {lost_s:.2f} s, told {told_s:.2f} s")
     assert told.lowest < went.share < told.highest
-    assert went.share == pytest.approx(told.effective, abs=0.1)
+    assert went.share == pytest.approx(told.effective, abs=0.12)
     assert lost_s == pytest.approx(told_s, rel=0.4)

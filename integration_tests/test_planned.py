@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def planned(run: Path, ranks: int = 4, **changes: Any) -> None:
+def planned(run: Path, *, ranks: int = 4, **changes: Any) -> None:
     write_plan(run, {**EXACT, **changes}, device="h100", layout={"strategy": "ddp"}, ranks=ranks)
 
 
@@ -67,7 +67,7 @@ def test_a_right_plan_is_confirmed_figure_by_figure(run: Path) -> None:
         ({"host_s": 0.0, "step_s": 0.09}, "host and data", "too short"),
     ],
 )
-def test_the_term_that_was_wrong_is_named(run: Path, changes: dict[str, float], term: str, said: str) -> None:
+def test_the_term_that_was_wrong_is_named(run: Path, changes: dict[str, Any], term: str, said: str) -> None:
     planned(run, **changes)
     found = compare(run)
     assert found is not None

@@ -351,6 +351,31 @@ def test_a_stop_without_a_signal(store: dist.Store) -> None:
     other.close()
 
 
+def test_of_many_that_are_signalled_at_once_few_ring_for_all(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first speaks for all; where it is slow, or was killed, the next does, and not thousands together."""
+    asked: list[int] = []
+    ask = StopAgreement._ask
+
+    def slow(self: StopAgreement, mailbox: Any) -> None:
+        asked.append(mailbox.rank)
+        if len(asked) == 1:
+            time.sleep(1.6)
+        ask(self, mailbox)
+
+    monkeypatch.setattr(StopAgreement, "_ask", slow)
+    ranks = agreements(store, 12)
+    for flags, _ in ranks:
+        flags.note(signal.SIGTERM)
+    for _, agreement in ranks:
+        frozen(agreement)
+        assert agreement.boundary(0)
+    assert len(asked) == 2
+    for _, agreement in ranks:
+        agreement.close()
+
+
 def test_a_signal_before_the_others_have_started(store: dist.Store) -> None:
     """Ranks that prepare data for longer than an answer may take are waited for; the loop is not entered."""
     flags = SignalFlags()

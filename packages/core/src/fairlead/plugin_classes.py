@@ -221,6 +221,8 @@ class CommandPlugin:
         group: What the command is about: `installation`, `job`, `runs` or `checkpoints`.
         example: Words with which the conformance suite runs it in an empty folder; it ends with 0, or refuses them
             with an error of ours.
+        out_of_memory: `module:callable`, called with `(loaded: LoadedJob, resolution: Resolution)` where a fit has run
+            out of memory; gives the lines that are shown with its error: what would help, and by how much.
     """
 
     axis: ClassVar[str] = "command"
@@ -235,6 +237,7 @@ class CommandPlugin:
     extra: str | None = None
     group: str = "job"
     example: tuple[str, ...] | None = None
+    out_of_memory: str | None = None
 
 
 @dataclass(eq=False)

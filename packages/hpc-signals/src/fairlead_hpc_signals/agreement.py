@@ -48,6 +48,7 @@ START_TIMEOUT: Final = timedelta(minutes=30)
 """How long ranks may take to start, when a signal comes before all have: as long as torch's process group waits."""
 _SHARE: Final = 0.5  # of the time that there is for a stop
 _MARGIN: Final = 30.0  # seconds beyond both, after which the main thread no longer believes in its own thread
+_MOST_TURNS: Final = 60  # seconds that the last of thousands waits for one who speaks for it
 _NOTHING: Final = "nothing"  # the verdict of a round in which no rank has answered with a wish
 
 Agreed = Literal["stop", "save"]
@@ -271,9 +272,11 @@ class StopAgreement:
                 return
 
     def _ask_stop(self) -> None:
-        # Signals mostly come to all ranks at once: the first speaks for all. It may be killed before it has.
-        if self.mailbox.count("askers") > 1 and self._stopping.wait(1.0):
-            return
+        # Signals mostly come to all ranks at once: the first speaks for all. It may be killed before it has; then the
+        # next does a second later, and so on: each rings for all, and thousands at once would bring the store down.
+        for _ in range(min(self.mailbox.count("askers") - 1, _MOST_TURNS)):
+            if self._stopping.wait(1.0) or self._closing:
+                return
         self._ask(self.mailbox)
 
     def _ask(self, mailbox: StoreMailbox) -> None:

@@ -28,6 +28,7 @@ from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, send_report, s
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.lifecycle.failures import described_failure
+from fairlead_lightning.lifecycle.out_of_memory import ran_out_of_memory, what_helps
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.trainer import Trainer
 from fairlead_lightning.verify.plan import Plan
@@ -57,6 +58,8 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
         if isinstance(error, ConfigError) and error.where is not None:
             error.where = checked.loaded.place(error.where)
         text, code = described_failure(error, root)
+        if checked.resolution is not None and ran_out_of_memory(error):
+            text = "\n".join([text, *what_helps(checked.loaded, checked.resolution, session.plugins)])
         if isinstance(error, Exception) and checked.resolution is not None:
             tell_of_failure(checked.resolution, session.environ, text.removeprefix("error: "))
         if session.debug:
