@@ -95,7 +95,7 @@ def planned_work(work: Work, *, name: str = "model", samples: int | None = None,
     parts = _Parts("auto")
     profile, wider = _traced(replace(work, plan=parts.of), rows)
     divisible = replace(parts.found, length=profile.tokens // profile.rows)
-    return Planned(name, profile, wider, divisible, samples or rows or 1, lambda _: steps, precision=work.precision)
+    return Planned(name, profile, wider, divisible, samples or rows or 1, lambda _: steps, parts.compiled, precision=work.precision)
 
 
 def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
@@ -111,7 +111,7 @@ def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
     batch, dataset = _batch(job, root)
     rows = _rows(batch)
     steps = config.max_steps if config.max_steps and config.max_steps > 0 else None
-    precision = "32-true" if config.precision is None else config.precision.name
+    precision = _mode(config.precision)
     strategy = config.strategy
     patterns: Any = getattr(strategy, "plan", None) or "auto"
     cast_when_gathered = getattr(strategy, "mixed_precision", None) is not None
@@ -139,8 +139,21 @@ def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
 
     divisible = replace(parts.found, length=profile.tokens // profile.rows)
     return Planned(
-        job.run.name or "job", profile, wider, divisible, samples, count, bool(config.compile), job, precision
+        job.run.name or "job", profile, wider, divisible, samples, count, parts.compiled, job, precision
     )
+
+
+def _mode(precision: Any) -> str:
+    """The number formats of a precision, as Lightning names them: `bf16-mixed`."""
+    mode = getattr(precision, "precision", None)  # of FSDP's and DeepSpeed's own
+    if isinstance(mode, str):
+        return mode
+    name, short = getattr(precision, "name", "32-true"), {"bfloat16": "bf16", "float16": "16"}
+    low = short.get(str(getattr(precision, "dtype", "")), "bf16")
+    if name in ("32-true", "64-true"):
+        return str(name)
+    # Precisions of 8 and 4 bits keep parameters and activations in 16 bits, or compute with those between.
+    return f"{low}-true" if name == "half" else f"{low}-mixed"
 
 
 def _traced(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
@@ -171,10 +184,15 @@ class _Parts:
     def __init__(self, patterns: Any) -> None:
         self._patterns = patterns
         self.found = Divisible()
+        self.compiled = False
 
     def of(self, model: nn.Module) -> dict[str, str]:
         """The plan of tensor parallelism by module."""
         words, self.found = _divisible(model, self._patterns)
+        self.compiled = any(
+            isinstance(part, torch._dynamo.OptimizedModule) or part._compiled_call_impl is not None
+            for part in model.modules()
+        )
         return words
 
 

@@ -86,7 +86,8 @@ def trace_rows(work: Work, rows: int) -> tuple[Profile, Profile | None]:
 
 
 def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    # What is compiled is run as it is written: a trace is of its operators.
+    with torch.compiler.set_stance("force_eager"), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         values = KnownValues(fake)
         with _Recorder(values) as building, torch.random.fork_rng(devices=()):
             del building

@@ -1,0 +1,388 @@
+"""`plan(job, cluster)`: the layouts of a job that fit, ranked by the time of a step, and what is known of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from fairlead.errors import ConfigError
+from fairlead_planning.calibration import Calibration
+from fairlead_planning.devices import Cluster
+from fairlead_planning.goodput import GoodputForecast, goodput_forecast
+from fairlead_planning.job import Planned, planned_work
+from fairlead_planning.layouts import Layout
+from fairlead_planning.memory import MemoryUse, as_dict
+from fairlead_planning.search import GIB, Candidate, Search, search
+from fairlead_planning.step_time import StepTime
+from fairlead_planning.trace import Work
+from fairlead_runs.checkpoint_interval import Measured
+from fairlead_runs.describe import counted
+
+_DAY: Final = 86_400.0
+_SHOWN: Final = 5
+STRATEGIES: Final = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How many devices of which kind.
+
+    Example:
+        >>> one = Machines.of("64xh100")
+        >>> one.count, one.cluster.device.name, one.nodes
+        (64, 'h100', 8)
+    """
+
+    count: int
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, text: str, *, nodes: int | None = None, network: str | None = None) -> Machines:
+        """From `64xh100`, or with `nodes` from `8xh100` for each node.
+
+        Raises:
+            ConfigError: It is not of that form, or a device or network is unknown.
+        """
+        found = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S.*?)\s*", text)
+        if found is None or int(found[1]) < 1:
+            raise ConfigError(
+                f"{text!r} says no number of devices", where="--gpus", fix="write it as 64xh100, or 8xa100-40gb"
+            )
+        count = int(found[1])
+        cluster = Cluster.of(found[2], network, count if nodes is not None else None)
+        if nodes is not None:
+            return cls(count * nodes, cluster)
+        if count < cluster.node:
+            cluster = Cluster.of(found[2], network, count)
+        return cls(count, cluster)
+
+    @property
+    def nodes(self) -> int:
+        """Of them."""
+        return -(-self.count // self.cluster.node)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layouts of one job on one cluster.
+
+    Attributes:
+        job: What was planned.
+        machines: On what.
+        global_batch: Samples of one optimizer step.
+        found: Layouts that fit, the fastest first, and why others do not.
+        steps: Optimizer steps of the whole job; None: it does not say.
+        goodput: What failures will cost the fastest; None: it is not known how long it takes.
+    """
+
+    job: Planned
+    machines: Machines
+    global_batch: int
+    found: Search
+    steps: int | None = None
+    goodput: GoodputForecast | None = field(default=None, repr=False)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits.
+
+        Raises:
+            ConfigError: None fits; the message says what is missing.
+        """
+        if self.found.candidates:
+            return self.found.candidates[0]
+        raise ConfigError(
+            f"no layout of {self.job.name} fits on {self.machines.count} x {self.machines.cluster.device.name}",
+            where="plan",
+            why="; ".join(self._refusals()),
+            fix="take more devices, a smaller batch, `trainer.precision: bf16-mixed`, or write how the model is split",
+        )
+
+    def days(self, one: Candidate) -> float | None:
+        """Days of training to the end of the job, if nothing fails; None: the job does not say how many steps."""
+        return None if self.steps is None else self.steps * one.time.seconds / _DAY
+
+    def reason(self, one: Candidate) -> str:
+        """Why a layout stands where it stands, in one sentence."""
+        first = self.best
+        if one is first:
+            text = f"fastest of {self.found.tried - self.found.unfit:,} layouts that fit"
+            largest, seconds = max(_terms(one.time).items(), key=lambda term: term[1])
+            text += f": {seconds / one.time.seconds:.0%} of the step is {largest}"
+            if one.layout.checkpointing == "full":
+                text += "; activations are computed again, or it would not fit or be slower"
+            return text
+        here, there = _terms(one.time), _terms(first.time)
+        more = {name: here.get(name, 0.0) - there.get(name, 0.0) for name in here | there}
+        largest = max(more, key=lambda name: more[name])
+        slower = one.time.seconds / first.time.seconds - 1
+        if slower < 0.005:
+            return "as fast, within half a percent"
+        return f"{slower:.0%} slower: {more[largest]:.3g} s more of {largest}"
+
+    def _refusals(self) -> Iterator[str]:
+        found = self.found
+        if found.unfit and found.nearest is not None:
+            layout, lacking = found.nearest
+            yield f"{found.unfit:,} layouts need more memory: the nearest, {title(layout)}, lacks {lacking / GIB:.3g} GiB"
+        for reason, count in found.refused.most_common(6):
+            yield f"{reason} ({counted(count, 'layout')})"
+
+    def lines(self, shown: int = _SHOWN) -> Iterator[str]:
+        """What a person reads."""
+        job, cluster = self.job, self.machines.cluster
+        device = cluster.device
+        where = f"{self.machines.count:,} x {device.name} ({device.memory_gib:.3g} GiB)"
+        if self.machines.nodes > 1:
+            where += f" in {self.machines.nodes:,} nodes of {cluster.node}, {cluster.between.name} between them"
+        yield f"{job.name}: {_count(job.profile.parameters)} parameters, {job.precision}, on {where}"
+        length = job.divisible.length
+        tokens = f" of {length:,} tokens" if length > 1 else ""
+        yield f"a step: {self.global_batch:,} samples{tokens}" + (
+            f"; {self.steps:,} steps in all" if self.steps is not None else ""
+        )
+        yield ""
+        if not self.found.candidates:
+            yield from self.best.layout  # raises what is missing
+        for number, one in enumerate(self.found.candidates[:shown], 1):
+            yield from self._candidate(number, one, length)
+            yield ""
+        left = len(self.found.candidates) - shown
+        if left > 0:
+            yield f"{left:,} slower ones fit too: --top N shows more"
+        for text in self._refusals():
+            yield f"not: {text}"
+        if self.goodput is not None:
+            yield ""
+            yield from self.goodput.lines()
+
+    def _candidate(self, number: int, one: Candidate, length: int) -> Iterator[str]:
+        time, use = one.time, one.fullest
+        yield f"{number}. {title(one.layout)}"
+        yield f"   {self.reason(one)}"
+        speed = f"{time.tokens_per_second:,.0f} tokens/s a device, " if length > 1 else ""
+        yield f"   step {_seconds(time.seconds)}: {speed}{time.samples_per_second:,.3g} samples/s in all, " + (
+            f"{time.tflops:.0f} TFLOP/s, {time.mfu:.0%} of peak"
+        )
+        parts = [f"{name} {_seconds(value)}" for name, value in _terms(time).items() if value >= 0.001 * time.seconds]
+        yield f"   of it {', '.join(parts)}"
+        yield f"   memory {use.total / GIB:.3g} GiB: {_memory(use)}"
+        if len(one.memory) > 1:
+            yield f"   stages {', '.join(f'{stage.total / GIB:.3g}' for stage in one.memory)} GiB"
+        days = self.days(one)
+        if days is not None:
+            energy = time.joules * (self.steps or 0) / 3.6e6
+            text = f"   {_days(days)} to the end without failures"
+            yield text + (f", {_energy(energy)} at the devices' rated power" if time.joules else "")
+
+    def figures(self, one: Candidate | None = None) -> dict[str, Any]:
+        """What is predicted of a layout, as a report compares it with what was measured."""
+        one = one or self.best
+        time = one.time
+        return {
+            "step_s": time.seconds,
+            "compute_s": time.compute,
+            "exposed_communication_s": time.exposed,
+            "bubble_s": time.bubble,
+            "optimizer_s": time.optimizer,
+            "host_s": time.host,
+            "samples_s": time.samples_per_second,
+            "tokens_s": time.tokens_per_second * self.machines.count if self.job.divisible.length > 1 else None,
+            "memory_bytes": one.fullest.total,
+            "goodput": self.goodput.effective if self.goodput is not None else None,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON; times in seconds, memory in bytes."""
+        cluster = self.machines.cluster
+        return {
+            "job": self.job.name,
+            "parameters": self.job.profile.parameters,
+            "precision": self.job.precision,
+            "device": cluster.device.name,
+            "devices": self.machines.count,
+            "nodes": self.machines.nodes,
+            "global_batch": self.global_batch,
+            "tokens_per_sample": self.job.divisible.length,
+            "steps": self.steps,
+            "tried": self.found.tried,
+            "too_large": self.found.unfit,
+            "refused": dict(self.found.refused),
+            "layouts": [
+                {
+                    "title": title(one.layout),
+                    "why": self.reason(one),
+                    "settings": settings_of(one.layout, self),
+                    "memory": [as_dict(use) for use in one.memory],
+                    "time": asdict(one.time),
+                    "days": self.days(one),
+                }
+                for one in self.found.candidates
+            ],
+            "goodput": None if self.goodput is None else self.goodput.to_dict(),
+        }
+
+
+def plan(
+    job: Planned | Work,
+    machines: Machines | str,
+    *,
+    global_batch: int | None = None,
+    steps: int | None = None,
+    calibration: Calibration | None = None,
+    memory_gib: float | None = None,
+    strategies: tuple[str, ...] = STRATEGIES,
+    measured: Measured | None = None,
+    interval_s: float | None = None,
+    failures: float | None = None,
+) -> Plan:
+    """The layouts of a job that fit on a cluster, ranked by the predicted time of a step.
+
+    Args:
+        job: A traced job (`planned_job`), or a model, a batch and a loss.
+        machines: `64xh100`, or more precisely.
+        global_batch: Samples of one optimizer step; None: what the job says for each device, times the devices.
+        steps: Optimizer steps of the whole training; None: as many as the job says.
+        calibration: How fast devices are; None: the shipped one.
+        memory_gib: Of one device; None: all that it has.
+        strategies: Those that may be chosen.
+        measured: What histories of earlier runs say of failures and saves.
+        interval_s: Seconds of training between two saves; None: the best.
+        failures: Of 1,000 nodes in a day; None: measured, or assumed.
+
+    Raises:
+        ConfigError: The job cannot be traced, or a device is unknown.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> work = Work(lambda: nn.Linear(4096, 4096), torch.zeros(8, 4096), lambda model, x: model(x).sum())
+        >>> found = plan(work, "8xh100", global_batch=4096)
+        >>> found.best.layout.strategy, round(found.best.fullest.parameters / 2**20)
+        ('ddp', 64)
+    """
+    if isinstance(machines, str):
+        machines = Machines.of(machines)
+    if isinstance(job, Work):
+        job = planned_work(job)
+    if global_batch is None:
+        config = job.settings.trainer if job.settings is not None else None
+        total = config is not None and config.batch_size == "global"
+        global_batch = job.samples if total else job.samples * machines.count
+    found = search(
+        job,
+        machines.cluster,
+        machines.count,
+        global_batch,
+        calibration=calibration,
+        memory_gib=memory_gib,
+        strategies=strategies,
+    )
+    count = steps if steps is not None else job.steps(global_batch)
+    made = Plan(job, machines, global_batch, found, count)
+    days = made.days(made.best) if found.candidates else None
+    if days is None or days <= 0:
+        return made
+    use = made.best
+    ranks = machines.count if use.layout.sharding == "full" else use.layout.mesh.pipeline * use.layout.mesh.tensor
+    state = (use.fullest.parameters + use.fullest.optimizer) * ranks
+    forecast = goodput_forecast(
+        machines.nodes, days, interval_s=interval_s, measured=measured, failures=failures, state_bytes=state
+    )
+    return Plan(job, machines, global_batch, found, count, forecast)
+
+
+def title(layout: Layout) -> str:
+    """A layout in one line."""
+    mesh = str(layout.mesh) if layout.strategy == "hybrid" else ""
+    text = layout.strategy + (f" {mesh}" if mesh else "")
+    if layout.sequence:
+        text += ", sequence parallel"
+    if layout.sharding == "gradients" and layout.strategy == "fsdp2":
+        text += ", parameters stay gathered"
+    text += f", micro-batch {layout.micro_batch}"
+    if layout.accumulation > 1:
+        text += f" x {layout.accumulation}"
+    if layout.checkpointing == "full":
+        text += ", activations computed again"
+    return text + (", cast to 16 bits when gathered" if layout.cast else "")
+
+
+def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
+    """The settings of a job file that make this layout."""
+    strategy: dict[str, Any] = {"name": layout.strategy}
+    mesh = layout.mesh
+    if layout.strategy == "hybrid":
+        names = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
+        strategy |= {name: size for name in names if (size := getattr(mesh, name)) > 1}
+        strategy["shard"] = mesh.shard
+        strategy |= {"sequence_parallel": True} if layout.sequence else {}
+        strategy |= {"micro_batches": layout.accumulation, "schedule": layout.schedule} if mesh.pipeline > 1 else {}
+    if layout.strategy == "fsdp2" and layout.sharding == "gradients":
+        strategy["reshard_after_forward"] = False
+    if layout.checkpointing == "full":
+        strategy["activation_checkpointing"] = list(made.job.divisible.layer_classes)
+    precision = made.job.precision
+    if layout.cast:
+        strategy["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+        precision = "32-true"
+    whole = mesh.pipeline > 1
+    batch = layout.micro_batch * (layout.accumulation if whole else 1)
+    config = made.job.settings.trainer if made.job.settings is not None else None
+    path = config.batch_size_from if config is not None else "data.args.batch_size"
+    if config is not None and config.batch_size == "global":
+        batch = made.global_batch
+    return {
+        path: batch,
+        "trainer.accelerator": "cpu" if made.machines.cluster.device.model == "" else "cuda",
+        "trainer.devices": min(made.machines.count, made.machines.cluster.node),
+        "trainer.num_nodes": made.machines.nodes,
+        "trainer.strategy": layout.strategy if len(strategy) == 1 else strategy,
+        "trainer.precision": precision,
+        "trainer.accumulate_grad_batches": 1 if whole else layout.accumulation,
+    }
+
+
+def _terms(time: StepTime) -> Mapping[str, float]:
+    """The parts of a step, that add up to it."""
+    found = {"compute": time.compute - time.recomputation, "computing again": time.recomputation}
+    found |= {f"{name} communication": value for name, value in time.communication.items()}
+    found |= {"bubble": time.bubble, "optimizer": time.optimizer, "host": time.host}
+    found["waiting for the slowest"] = time.waiting
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def _memory(use: MemoryUse) -> str:
+    names = {
+        "parameters": use.parameters,
+        "gradients": use.gradients,
+        "optimizer": use.optimizer,
+        "activations": use.activations,
+        "buffers": use.buffers,
+        "gathered and sent": use.communication,
+        "margin": use.margin,
+    }
+    return ", ".join(f"{name} {value / GIB:.3g}" for name, value in names.items() if value >= 0.005 * GIB)
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _energy(kwh: float) -> str:
+    return f"{kwh / 1000:,.3g} MWh" if kwh >= 1000 else f"{kwh:.3g} kWh"
+
+
+def _days(days: float) -> str:
+    if days < 2 / 24:
+        return f"{days * 1440:.3g} minutes" if days * 1440 >= 2 else f"{days * _DAY:.3g} seconds"
+    return f"{days * 24:.3g} hours" if days < 2 else f"{days:.3g} days"

@@ -1,0 +1,103 @@
+"""`fairlead plan JOB`: traces the job, tries the layouts, prints what fits."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fairlead import yaml
+from fairlead.cli.job import load_requested
+from fairlead.cli.session import Session
+from fairlead.config.job import ResourcesConfig
+from fairlead.errors import ConfigError, did_you_mean
+from fairlead.findings import raise_errors
+from fairlead.jobs import LoadedJob
+from fairlead.overrides import apply_override
+from fairlead_planning.calibration import from_file
+from fairlead_planning.job import planned_job
+from fairlead_planning.planning import STRATEGIES, Machines, Plan, plan, settings_of, title
+from fairlead_runs.checkpoint_interval import measured
+from fairlead_runs.naming import run_directory
+from fairlead_runs.predicted import write_plan
+
+
+def run(arguments: argparse.Namespace, session: Session) -> int:
+    """0: something fits. An error says what is missing."""
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # nothing of this needs a GPU that somebody else may be using
+    loaded = load_requested(arguments, session)
+    raise_errors(loaded.findings)
+    job = loaded.job
+    assert job is not None
+    machines = _machines(arguments, job.resources)
+    chosen = tuple(arguments.strategies or STRATEGIES)
+    for name in chosen:
+        if name not in STRATEGIES:
+            raise ConfigError(
+                f"{name!r} is no strategy that can be planned",
+                where="--strategy",
+                fix=did_you_mean(name, STRATEGIES) or f"one of {', '.join(STRATEGIES)}",
+            )
+    device = machines.cluster.device
+    calibration = None
+    if arguments.calibration is not None:
+        calibration = from_file(session.cwd / arguments.calibration, device)
+    target = None if arguments.write is None else session.cwd / arguments.write
+    if target is not None and target.exists():
+        raise ConfigError(f"{arguments.write} is there already", where="--write", fix="name a new file")
+    place = run_directory(job.model_dump(mode="json"), job.run, None, session.cwd)
+    history = measured([place]) if place.is_dir() else None
+    made = plan(
+        planned_job(loaded, "cpu" if device.model == "" else "cuda"),
+        machines,
+        global_batch=arguments.batch,
+        steps=arguments.steps,
+        calibration=calibration,
+        memory_gib=arguments.memory or (job.resources.memory_gib if job.resources and not arguments.gpus else None),
+        strategies=chosen,
+        measured=history,
+        failures=arguments.failures,
+    )
+    made.best  # raises what is missing, where nothing fits
+    if arguments.json:
+        session.print_json(made.to_dict())
+    else:
+        for line in made.lines(arguments.top):
+            session.print(line)
+    if target is not None:
+        _write(made, loaded, arguments.choose, target, place, session)
+    return 0
+
+
+def _machines(arguments: argparse.Namespace, resources: ResourcesConfig | None) -> Machines:
+    if arguments.gpus is not None:
+        return Machines.of(arguments.gpus, nodes=arguments.nodes, network=arguments.network)
+    if resources is None or resources.device is None:
+        raise ConfigError(
+            "it is not said on which devices",
+            where="--gpus",
+            why="the job has no `resources` with a device",
+            fix="write --gpus 64xh100, or resources: {nodes: 8, devices_per_node: 8, device: h100} in the job",
+        )
+    each = f"{resources.devices_per_node}x{resources.device}"
+    return Machines.of(each, nodes=arguments.nodes or resources.nodes, network=arguments.network)
+
+
+def _write(made: Plan, loaded: LoadedJob, number: int, target: Path, place: Path, session: Session) -> None:
+    """The job with a layout in a file of its own, and what is predicted in its run directory."""
+    if number > len(made.found.candidates):
+        count = len(made.found.candidates)
+        raise ConfigError(f"there is no layout {number}", where="--choose", fix=f"one from 1 to {count}")
+    one = made.found.candidates[number - 1]
+    data: Any = copy.deepcopy(loaded.data)
+    settings = settings_of(one.layout, made)
+    for name, value in settings.items():
+        data = apply_override(data, tuple(name.split(".")), value)
+    text = f"# Written by fairlead plan: {title(one.layout)}.\n{yaml.dump(json.loads(json.dumps(data, default=str)))}"
+    target.write_text(text, encoding="utf-8")
+    cluster = made.machines.cluster
+    write_plan(place, made.figures(one), device=cluster.device.name, layout=settings, ranks=made.machines.count)
+    session.warn(f"wrote {target.name}, and what is predicted into {place / 'plan.json'}")
