@@ -127,7 +127,7 @@ class Plan:
         if found.unfit and found.nearest is not None:
             layout, lacking = found.nearest
             yield f"{found.unfit:,} layouts need more memory: the nearest, {title(layout)}, lacks {lacking / GIB:.3g} GiB"
-        for reason, count in found.refused.most_common(6):
+        for reason, count in found.refused.most_common(4):
             yield f"{reason} ({counted(count, 'layout')})"
 
     def lines(self, shown: int = _SHOWN) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Final
 from fairlead_planning.calibration import Calibration
 from fairlead_planning.devices import Cluster
 from fairlead_planning.job import Planned
-from fairlead_planning.layouts import Checkpointing, Layout
+from fairlead_planning.layouts import Checkpointing, Layout, Sharding
 from fairlead_planning.memory import MemoryModel, MemoryUse, fullest
 from fairlead_planning.profile import Profile
 from fairlead_planning.step_time import StepTime, StepTimer
@@ -82,19 +82,31 @@ def search(
     model = MemoryModel(job.profile, job.wider, "cpu" if cluster.device.model == "" else "cuda")
     timers = _Timers(job, cluster, calibration)
     best: dict[tuple[object, ...], Candidate] = {}
-    for layout in layouts(job, cluster, devices, global_batch, strategies, found.refused):
-        found.tried += 1
-        use = model.use(layout, ends=True)
-        lacking = max(one.total for one in use) - limit
-        if lacking > 0:
-            found.unfit += 1
-            if found.nearest is None or lacking < found.nearest[1]:
-                found.nearest = layout, lacking
-            continue
-        candidate = Candidate(layout, tuple(use), timers.time(layout))
-        key = (layout.strategy, layout.mesh, layout.sharding, layout.sequence)
-        if key not in best or candidate.time.seconds < best[key].time.seconds:
-            best[key] = candidate
+    for family in layouts(job, cluster, devices, global_batch, strategies, found.refused):
+        largest = 0
+        for mode in _modes(job, family[0].strategy):
+            fitting: list[tuple[Layout, list[MemoryUse]]] = []
+            for number, plain in enumerate(family):
+                layout = replace(plain, checkpointing=mode)
+                found.tried += 1
+                use = model.use(layout, ends=True)
+                lacking = max(one.total for one in use) - limit
+                if lacking > 0:  # so do those of larger micro-batches
+                    found.tried += len(family) - number - 1
+                    found.unfit += len(family) - number
+                    if found.nearest is None or lacking < found.nearest[1]:
+                        found.nearest = layout, lacking
+                    break
+                fitting.append((layout, use))
+            if not fitting or fitting[-1][0].micro_batch <= largest:
+                continue  # computing again makes room for nothing
+            largest = fitting[-1][0].micro_batch
+            # Larger micro-batches are faster, but where a pipeline has fewer of them to fill its stages with.
+            for layout, use in fitting[-4 if layout.mesh.pipeline > 1 else -2 :]:
+                candidate = Candidate(layout, tuple(use), timers.time(layout))
+                key = (layout.strategy, layout.mesh, layout.sharding, layout.sequence)
+                if key not in best or candidate.time.seconds < best[key].time.seconds:
+                    best[key] = candidate
     fastest = min((one.time.seconds for one in best.values()), default=1.0)
 
     def rank(one: Candidate) -> tuple[int, int, float]:
@@ -128,10 +140,17 @@ class _Timers:
             both = [self._job.profile, self._job.wider]
             if cast:
                 both = [None if one is None else cast_when_gathered(one) for one in both]
-            one, two = (None if p is None else checkpointed(p, mode) for p in both)
+            # A time is one of kernels alone.
+            one, two = (None if p is None else replace(checkpointed(p, mode), storages=()) for p in both)
             assert one is not None
             self._base[mode, cast] = one, two
         return self._base[mode, cast]
+
+
+def _modes(job: Planned, strategy: str) -> tuple[Checkpointing, ...]:
+    if strategy not in ("fsdp2", "hybrid") or len(job.profile.units) < 2:
+        return ("none",)
+    return "none", "full"
 
 
 def layouts(
@@ -141,37 +160,34 @@ def layouts(
     global_batch: int,
     strategies: tuple[str, ...],
     refused: Counter[str],
-) -> Iterator[Layout]:
-    """All layouts worth a try; what cannot be is counted in `refused` by its reason."""
+) -> Iterator[list[Layout]]:
+    """For each mesh its layouts by micro-batch, the smallest first; what cannot be is counted in `refused`."""
     for strategy, mesh, sharding, sequence in _meshes(job, cluster, devices, strategies, refused):
         ranks = mesh.replicate * mesh.shard
         if global_batch % ranks:
             refused[f"the batch of {global_batch:,} samples cannot be divided among {ranks:,} ranks"] += 1
             continue
         share = global_batch // ranks
-        casts = (True,) if job.precision == "bf16-mixed" and sharding in ("full", "gradients") else (False,)
-        casts = casts if strategy in ("fsdp2", "hybrid") else (False,)
-        modes: tuple[Checkpointing, ...] = ("none", "full") if strategy in ("fsdp2", "hybrid") else ("none",)
-        if len(job.profile.units) < 2:
-            modes = ("none",)
+        cast = job.precision == "bf16-mixed" and sharding != "none" and strategy in ("fsdp2", "hybrid")
+        family = []
         for micro in _micro_batches(share, job.wider is not None, job.profile.rows):
-            accumulation = share // micro
-            if mesh.pipeline > 1 and accumulation < mesh.pipeline:
-                refused[f"fewer micro-batches than the {mesh.pipeline} stages of a pipeline"] += 1
+            if mesh.pipeline > 1 and share // micro < mesh.pipeline:
+                refused["fewer micro-batches than stages of a pipeline"] += 1
                 continue
-            for mode in modes:
-                for cast in casts:
-                    yield Layout(
-                        strategy,
-                        mesh,
-                        micro,
-                        accumulation,
-                        mode,
-                        sharding,  # type: ignore[arg-type]
-                        sequence=sequence,
-                        cast=cast,
-                        offload=strategy.endswith("_offload"),
-                    )
+            family.append(
+                Layout(
+                    strategy,
+                    mesh,
+                    micro,
+                    share // micro,
+                    sharding=sharding,
+                    sequence=sequence,
+                    cast=cast,
+                    offload=strategy.endswith("_offload"),
+                )
+            )
+        if family:
+            yield family
 
 
 def _micro_batches(share: int, divisible: bool, rows: int) -> list[int]:
@@ -182,7 +198,7 @@ def _micro_batches(share: int, divisible: bool, rows: int) -> list[int]:
 
 def _meshes(
     job: Planned, cluster: Cluster, devices: int, strategies: tuple[str, ...], refused: Counter[str]
-) -> Iterator[tuple[str, Mesh, str, bool]]:
+) -> Iterator[tuple[str, Mesh, Sharding, bool]]:
     """Strategy, mesh, what is sharded, whether the sequence is split with the layers."""
     if devices == 1:
         if "single_device" in strategies:
@@ -194,8 +210,9 @@ def _meshes(
         yield "fsdp2", Mesh(shard=devices), "full", False
         yield "fsdp2", Mesh(shard=devices), "gradients", False
     if "deepspeed" in strategies:
-        for stage, sharding in ((1, "optimizer"), (2, "gradients"), (3, "full")):
-            yield f"deepspeed_stage_{stage}", Mesh(shard=devices), sharding, False
+        stages: tuple[Sharding, ...] = ("optimizer", "gradients", "full")
+        for stage, sharded in enumerate(stages, 1):
+            yield f"deepspeed_stage_{stage}", Mesh(shard=devices), sharded, False
         yield "deepspeed_stage_3_offload", Mesh(shard=devices), "full", False
     if "hybrid" not in strategies:
         return
@@ -228,7 +245,7 @@ def _meshes(
                         if tensor == context == pipeline == expert == 1 and shard == devices:
                             continue  # that is fsdp2
                         mesh = Mesh(pipeline, rest // shard, shard, context, tensor, expert)
-                        sharding = "full" if shard * context > 1 else "none"
+                        sharding: Sharding = "full" if shard * context > 1 else "none"
                         yield "hybrid", mesh, sharding, False
                         if tensor > 1 and expert == 1 and not parts.experts and parts.length % tensor == 0:
                             yield "hybrid", mesh, sharding, True
