@@ -213,6 +213,9 @@ def refusals(rank: int) -> dict[str, str]:
     own.get_submodule("layers.0.mlp.up_proj").__class__ = type("Adapted", (nn.Linear,), {"forward": lambda self, x: x})
     strange = Llama()
     strange.get_submodule("layers.0.self_attn").inner_norm = nn.LayerNorm(8)
+    mixture = nn.Module()
+    mixture.first, mixture.last = nn.Identity(), nn.LayerNorm(8)
+    mixture.experts = nn.ModuleList([nn.Linear(8, 8)])
     together = nn.Module()  # attention and an MLP in one module
     for name, sizes in {"qkv": (8, 24), "proj": (8, 8), "up": (8, 16), "down": (16, 8)}.items():
         together.add_module(name, nn.Linear(*sizes))
@@ -233,6 +236,9 @@ def refusals(rank: int) -> dict[str, str]:
         "own forward": refused({"layers.0.mlp.up_proj": "colwise"}, own),
         "no edges": refused({"layers.*.mlp.up_proj": "colwise"}, sequence_parallel=True),
         "sequence": refused({"norm": "sequence"}),
+        "experts": refused(
+            {"first": "sequence_begin", "experts.0": "colwise", "last": "sequence_end"}, mixture, sequence_parallel=True
+        ),
         "no head": refused({"layers.*.mlp.up_proj": "colwise"}, loss_parallel=True),
         "packed": refused({"0": "packed:1,2"}, nn.Sequential(nn.Linear(4, 8))),
     }
@@ -270,6 +276,7 @@ def refused() -> dict[str, str]:
         "own forward": ["Adapted has a forward of its own"],
         "no edges": ["does not say where the sequence is split", "sequence_begin"],
         "sequence": ["'sequence' without sequence_parallel"],
+        "experts": ["'experts.0' is an expert's, and sequence_parallel splits the tokens", "leave sequence_parallel out"],
         "no head": ["loss_parallel needs one head whose vocabulary is split"],
         "packed": ["8 output features are not made of 2 layers in the proportions (1, 2)"],
     }.items(),

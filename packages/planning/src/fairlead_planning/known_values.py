@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -30,6 +31,17 @@ _BY_DATA: Final = (
     aten.repeat_interleave.Tensor,
 )
 """Whose results have as many elements as the data say."""
+
+
+class Finite(TorchFunctionMode):
+    """Within it all numbers of a step are finite, which code asks before it goes on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function, or answers it."""
+        name = getattr(func, "__name__", "")
+        if name in ("isfinite", "isnan", "isinf") and args and isinstance(args[0], Tensor) and args[0].numel() <= _MOST:
+            return torch.full(args[0].shape, name == "isfinite", dtype=torch.bool, device=args[0].device)
+        return func(*args, **(kwargs or {}))
 
 
 class UnknownValue(Exception):
@@ -75,21 +87,17 @@ class KnownValues:
         tensors = [one for one in flat if isinstance(one, Tensor)]
         values = [self._known.get(one) for one in tensors]
         results = [one for one in tree_flatten(out)[0] if isinstance(one, Tensor)]
-        if not results or not all(map(_small, results)):
-            if func._schema.is_mutable:
-                self._forget_changed(args)
-            return out
-        if all(one is not None for one in values):
+        if func in _CHOOSE and _small(results[1]):
+            self.remember(results[1], self._spread(results[1], tensors[0].shape[_dim(func, args, kwargs)]))
+        elif func is aten.argmax.default and _small(results[0]):
+            dim = args[1] if len(args) > 1 and args[1] is not None else -1
+            self.remember(results[0], self._spread(results[0], tensors[0].shape[dim]))
+        if results and all(map(_small, results)) and all(one is not None for one in values):
             numbers = iter(values)
             real = [next(numbers) if isinstance(one, Tensor) else one for one in flat]
             self._compute(func, tree_unflatten(real, spec), results)
         elif func._schema.is_mutable:
             self._forget_changed(args)
-        if func in _CHOOSE and results[1] not in self._known:
-            self.remember(results[1], self._spread(results[1], tensors[0].shape[_dim(func, args, kwargs)]))
-        elif func is aten.argmax.default and results[0] not in self._known:
-            dim = args[1] if len(args) > 1 and args[1] is not None else -1
-            self.remember(results[0], self._spread(results[0], tensors[0].shape[dim]))
         return out
 
     def _compute(self, func: Any, arguments: Any, results: list[Tensor]) -> None:

@@ -392,6 +392,8 @@ class MemoryModel:
         shards[: m.first_backward] = every
         if layout.accumulation > 1:
             shards[:] = every
+        if layout.offload:
+            shards = np.zeros(m.end)
         if layout.mesh.shard * layout.mesh.context == 1:
             return shards
         return shards + own @ now.within * low + own @ now.reduced * (self.reduce_bytes / self.computed)

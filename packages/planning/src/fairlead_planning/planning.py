@@ -22,6 +22,8 @@ from fairlead_runs.describe import counted
 
 _DAY: Final = 86_400.0
 _SHOWN: Final = 5
+_TIGHT: Final = 0.95
+"""Of a device's memory: what needs more of it may fail by the error of the prediction."""
 STRATEGIES: Final = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed")
 
 
@@ -97,8 +99,20 @@ class Plan:
             f"no layout of {self.job.name} fits on {self.machines.count} x {self.machines.cluster.device.name}",
             where="plan",
             why="; ".join(self._refusals()),
-            fix="take more devices, a smaller batch, `trainer.precision: bf16-mixed`, or write how the model is split",
+            fix=self._what_helps(),
         )
+
+    def _what_helps(self) -> str:
+        helps = ["take more devices, or such with more memory"]
+        if self.job.precision == "32-true":
+            helps.append("trainer.precision: bf16-mixed")
+        if self.job.divisible.tensor_refusal:
+            helps.append("write how layers are split (trainer.strategy.plan)")
+        if self.job.divisible.pipeline_refusal:
+            helps.append("give the module pipeline_layers()")
+        if len(self.job.profile.units) < 2:
+            helps.append("put the model's layers into a ModuleList, so that they can be gathered one by one")
+        return "; ".join(helps)
 
     def days(self, one: Candidate) -> float | None:
         """Days of training to the end of the job, if nothing fails; None: the job does not say how many steps."""
@@ -168,7 +182,8 @@ class Plan:
         )
         parts = [f"{name} {_seconds(value)}" for name, value in _terms(time).items() if value >= 0.001 * time.seconds]
         yield f"   of it {', '.join(parts)}"
-        yield f"   memory {use.total / GIB:.3g} GiB: {_memory(use)}"
+        tight = ", tight" if use.total > _TIGHT * self.found.limit else ""
+        yield f"   memory {use.total / GIB:.3g} GiB{tight}: {_memory(use)}"
         if len(one.memory) > 1:
             yield f"   stages {', '.join(f'{stage.total / GIB:.3g}' for stage in one.memory)} GiB"
         days = self.days(one)
@@ -285,9 +300,9 @@ def plan(
     days = made.days(made.best) if found.candidates else None
     if days is None or days <= 0:
         return made
-    use = made.best
-    ranks = machines.count if use.layout.sharding == "full" else use.layout.mesh.pipeline * use.layout.mesh.tensor
-    state = (use.fullest.parameters + use.fullest.optimizer) * ranks
+    profile = job.profile
+    state = sum(unit.parameter_bytes for unit in profile.units)
+    state += sum(one.bytes for one in profile.storages if one.kind == "optimizer")
     forecast = goodput_forecast(
         machines.nodes, days, interval_s=interval_s, measured=measured, failures=failures, state_bytes=state
     )
@@ -300,6 +315,8 @@ def title(layout: Layout) -> str:
     text = layout.strategy + (f" {mesh}" if mesh else "")
     if layout.sequence:
         text += ", sequence parallel"
+    if layout.offload and layout.strategy == "fsdp2":
+        text += ", shards on the host"
     if layout.sharding == "gradients" and layout.strategy == "fsdp2":
         text += ", parameters stay gathered"
     text += f", micro-batch {layout.micro_batch}"
@@ -322,6 +339,8 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
         strategy |= {"micro_batches": layout.accumulation, "schedule": layout.schedule} if mesh.pipeline > 1 else {}
     if layout.strategy == "fsdp2" and layout.sharding == "gradients":
         strategy["reshard_after_forward"] = False
+    if layout.strategy == "fsdp2" and layout.offload:
+        strategy["cpu_offload"] = True
     if layout.checkpointing == "full":
         strategy["activation_checkpointing"] = list(made.job.divisible.layer_classes)
     precision = made.job.precision

@@ -43,12 +43,14 @@ class Search:
 
     Attributes:
         candidates: What fits, the fastest first; of each mesh and strategy the best.
+        limit: Bytes of memory that a device has.
         tried: How many layouts.
         unfit: How many need more memory than there is.
         nearest: Of those the one that lacks least, and how many bytes.
         refused: Of what cannot be laid out at all: why, and how many layouts it would have been.
     """
 
+    limit: float
     candidates: list[Candidate] = field(default_factory=list)
     tried: int = 0
     unfit: int = 0
@@ -77,8 +79,8 @@ def search(
         memory_gib: Of one device; None: all that it has.
         strategies: Those that may be chosen.
     """
-    found = Search()
     limit = (memory_gib or cluster.device.memory_gib) * GIB
+    found = Search(limit)
     model = MemoryModel(job.profile, job.wider, "cpu" if cluster.device.model == "" else "cuda")
     timers = _Timers(job, cluster, calibration)
     best: dict[tuple[object, ...], Candidate] = {}
@@ -104,14 +106,17 @@ def search(
             # Larger micro-batches are faster, but where a pipeline has fewer of them to fill its stages with.
             for layout, use in fitting[-4 if layout.mesh.pipeline > 1 else -2 :]:
                 candidate = Candidate(layout, tuple(use), timers.time(layout))
-                key = (layout.strategy, layout.mesh, layout.sharding, layout.sequence)
+                key = (layout.strategy, layout.mesh, layout.sharding, layout.sequence, layout.offload)
                 if key not in best or candidate.time.seconds < best[key].time.seconds:
                     best[key] = candidate
     fastest = min((one.time.seconds for one in best.values()), default=1.0)
 
     def rank(one: Candidate) -> tuple[int, int, float]:
-        """Where two are as fast, within half a percent, the one with fewer parts comes first."""
-        return int(log(one.time.seconds / fastest) / 0.005), _SIMPLE.index(one.layout.strategy.partition("_")[0]), one.time.seconds
+        """Where two are as fast, within half a percent, the one with fewer parts comes first; DeepSpeed's own work in
+        a step is not known, and taken as 2 %."""
+        kind = one.layout.strategy.partition("_")[0]
+        seconds = one.time.seconds * (1.02 if kind == "deepspeed" else 1.0)
+        return int(log(seconds / fastest) / 0.005), _SIMPLE.index(kind), seconds
 
     ranked = sorted(best.values(), key=rank)
     found.candidates = [replace(one, memory=tuple(model.use(one.layout))) for one in ranked]
@@ -168,7 +173,7 @@ def layouts(
             refused[f"the batch of {global_batch:,} samples cannot be divided among {ranks:,} ranks"] += 1
             continue
         share = global_batch // ranks
-        cast = job.precision == "bf16-mixed" and sharding != "none" and strategy in ("fsdp2", "hybrid")
+        cast = job.precision == "bf16-mixed" and sharding != "none" and strategy in ("fsdp2", "fsdp2_offload", "hybrid")
         family = []
         for micro in _micro_batches(share, job.wider is not None, job.profile.rows):
             if mesh.pipeline > 1 and share // micro < mesh.pipeline:
@@ -176,7 +181,7 @@ def layouts(
                 continue
             family.append(
                 Layout(
-                    strategy,
+                    "fsdp2" if strategy == "fsdp2_offload" else strategy,
                     mesh,
                     micro,
                     share // micro,
@@ -209,6 +214,7 @@ def _meshes(
     if "fsdp2" in strategies:
         yield "fsdp2", Mesh(shard=devices), "full", False
         yield "fsdp2", Mesh(shard=devices), "gradients", False
+        yield "fsdp2_offload", Mesh(shard=devices), "full", False
     if "deepspeed" in strategies:
         stages: tuple[Sharding, ...] = ("optimizer", "gradients", "full")
         for stage, sharded in enumerate(stages, 1):

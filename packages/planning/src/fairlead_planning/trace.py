@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import find_layers
 from fairlead_planning.cuda_operators import CudaOperators
-from fairlead_planning.known_values import KnownValues, UnknownValue
+from fairlead_planning.known_values import Finite, KnownValues, UnknownValue
 from fairlead_planning.profile import CAST, Kernel, Kind, Phase, Profile, Storage, Unit
 
 aten = torch.ops.aten
@@ -109,6 +109,7 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
         batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), batch)
         with _Step(model, values, kept, work.plan(model), prime) as step:
             with ExitStack() as stack:
+                stack.enter_context(Finite())
                 if work.device == "cuda":
                     stack.enter_context(CudaOperators())
                 if low is not None and work.precision.endswith("-mixed"):
@@ -137,7 +138,10 @@ def _prime(model: nn.Module, batch: Any) -> int:
 
 def _repeated(one: Any, rows: int, wanted: int) -> Any:
     """A tensor of the batch with another number of samples: its own, over and over."""
-    return one[torch.arange(wanted) % rows] if isinstance(one, Tensor) and one.ndim else one
+    if not isinstance(one, Tensor) or not one.ndim:
+        return one
+    with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        return one[torch.arange(wanted) % rows]
 
 
 def _low(precision: str) -> torch.dtype | None:
@@ -176,8 +180,6 @@ def _empty(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
 def _entered(one: Any, fake: FakeTensorMode, values: KnownValues, low: torch.dtype | None, precision: str) -> Any:
     """A tensor of the batch, as the step gets it."""
     if not isinstance(one, Tensor):
-        return one
-    if isinstance(one, FakeTensor):
         return one
     empty = _empty(one, fake)
     if one.dtype.is_floating_point:

@@ -113,6 +113,15 @@ class _PartOfHeads(nn.Module):
             raise
 
 
+def _in_experts(module: nn.Module, name: str) -> bool:
+    """Whether a layer is within the experts of a mixture."""
+    parts = name.split(".")
+    return any(
+        part == "experts" and isinstance(module.get_submodule(".".join(parts[: at + 1])), nn.ModuleList)
+        for at, part in enumerate(parts)
+    )
+
+
 class _Checked:
     """A plan that fits a model, or the error that says where it does not."""
 
@@ -134,6 +143,14 @@ class _Checked:
                 "the plan does not say where the sequence is split and gathered",
                 where="plan, sequence_parallel",
                 fix="name the first block `sequence_begin` and the last norm `sequence_end`",
+            )
+        inside = next((n for n in plan.layers if sequence and _in_experts(module, n)), None)
+        if inside is not None:
+            raise ConfigError(
+                f"{inside!r} is an expert's, and sequence_parallel splits the tokens that choose it",
+                where="plan, sequence_parallel",
+                why="on each rank other tokens choose an expert, in other numbers, and what the ranks gather does not fit",
+                fix="leave sequence_parallel out, or leave experts whole: do not name them in the plan",
             )
         heads = [n for n in plan.named("vocab") if plans.is_linear(module.get_submodule(n))]
         if loss_parallel and len(heads) != 1:
