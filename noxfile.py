@@ -269,6 +269,12 @@ def bench(session: nox.Session) -> None:
     run(session, "python", "benchmarks/_table.py", str(results), "docs/reference/measured.md")
 
 
+@nox.session(name="plan-table", default=False, venv_backend="none", requires=["env"])
+def plan_table(session: nox.Session) -> None:
+    """How wrong a plan is on published runs, as a page; `-- FILE.csv` prints the tables of another file."""
+    run(session, "python", "benchmarks/plan/table.py", *session.posargs)
+
+
 @nox.session(default=False, venv_backend="none", requires=["env"])
 def exact(session: nox.Session) -> None:
     """Kill runs at 100 random moments, and write whether each ended as if nothing had happened; about half an hour."""

@@ -43,6 +43,10 @@ RATIOS = {
         "exact_vs_ddp_4_ranks",
         "ddp_vs_nothing_sent_4_ranks",
     },
+    "plan_errors": {
+        *("speed_median", "speed_p90", "speed_median_vs_constant", "best_layout_lost"),
+        *("source_left_out_median", "source_left_out_p90"),
+    },
     "zero_stages": {"stage_1_vs_ddp", "stage_2_vs_stage_1", "stage_3_vs_stage_2"},
 }
 

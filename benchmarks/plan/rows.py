@@ -124,6 +124,7 @@ def _row(one: dict[str, str]) -> Row:
         sequence=tensor > 1,
         schedule="interleaved_1f1b" if size("VP") > 1 else "1f1b",
         stages_per_rank=size("VP"),
+        cast=True,
     )
     low = words.lower()
     products = "float4" if "fp4" in low else "float8" if "fp8" in low or "float8" in low else None
@@ -156,15 +157,13 @@ def traced(config: Config, rows: int, sequence: int, checkpointing: Checkpointin
     kinds = config.kinds() + (config.kinds()[-1] if config.predicted else "")
     each = "".join(dict.fromkeys(kinds))
     tokens = torch.zeros(rows, sequence, dtype=torch.long)
-    with torch.device("meta"):
-        plan = plan_of(Decoder(config, each))
     small = trace(
         Work(
             lambda: Decoder(config, each),
             (tokens, tokens),
             lambda model, batch: model(*batch),
             precision=precision,
-            plan=plan,
+            plan=plan_of,
         )
     )
     full = checkpointed(small, "none" if checkpointing == "none" else "full")

@@ -182,35 +182,37 @@ def same_jobs(errors: Errors) -> str:
     return f"{says}, and these by more than 5 %:\n\n{text}"
 
 
-def ranking(errors: Errors, ours: Array) -> str:
-    """For each model, devices and format with several layouts: how far the one predicted fastest is from the best."""
+def several_layouts(errors: Errors) -> list[list[int]]:
+    """Rows of the same job on as many of the same devices, where they have more than one layout."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, row in enumerate(errors.rows):
-        job = (
-            row.model,
-            row.sequence,
-            row.family,
-            row.layout.devices,
-            row.layout.mesh.expert > 1,
-            row.products,
-            row.source,
-        )
+        job = (row.model, row.sequence, row.family, row.layout.devices, row.products, row.source)
         groups.setdefault(job, []).append(i)
-    text, lost = "| job | layouts | predicted fastest | slower than the best by |\n|---|---|---|---|\n", []
-    for which in groups.values():
-        layouts = {errors.rows[i].layout for i in which}
-        if len(layouts) < 2:
-            continue
-        chosen = which[int(ours[which].argmax())]
-        # The same layout may have been published twice: its best counts, as that of the others does.
-        same = [i for i in which if errors.rows[i].layout == errors.rows[chosen].layout]
-        loss = 1 - errors.published[same].max() / errors.published[which].max()
-        lost.append(float(loss))
-        one = errors.rows[chosen]
-        name = (
-            f"{one.model}, {one.layout.devices} x {one.family}, {one.products or 'bfloat16'}, {one.sequence} positions"
-        )
-        text += f"| {name} | {len(layouts)} | {described(one)} | {percent(float(loss))} |\n"
+    return [which for which in groups.values() if len({errors.rows[i].layout for i in which}) > 1]
+
+
+def choice(errors: Errors, ours: Array, which: Sequence[int]) -> tuple[Row, float]:
+    """Of several layouts the one that is predicted fastest, and how much slower than the best it is."""
+    chosen = errors.rows[which[int(ours[which].argmax())]]
+    # The same layout may have been published twice: its best counts, as that of the others does.
+    same = [i for i in which if errors.rows[i].layout == chosen.layout]
+    return chosen, float(1 - errors.published[same].max() / errors.published[which].max())
+
+
+def losses(errors: Errors, ours: Array) -> list[float]:
+    """For each job with several layouts how much slower than the best the one is that is predicted fastest."""
+    return [choice(errors, ours, which)[1] for which in several_layouts(errors)]
+
+
+def ranking(errors: Errors, ours: Array) -> str:
+    """For each job with several layouts the one that is predicted fastest."""
+    text = "| job | layouts | predicted fastest | slower than the best by |\n|---|---|---|---|\n"
+    for which in several_layouts(errors):
+        one, loss = choice(errors, ours, which)
+        name = f"{one.model}, {one.layout.devices} x {one.family}, {one.products or 'bfloat16'}, {one.sequence} positions"
+        layouts = len({errors.rows[i].layout for i in which})
+        text += f"| {name} | {layouts} | {described(one)} | {percent(loss)} |\n"
+    lost = losses(errors, ours)
     if not lost:
         return ""
     return f"{sum(one <= 0.03 for one in lost)} of {len(lost)} first, or within 3 % of the best.\n\n{text}"

@@ -65,12 +65,12 @@ def profile(rows: int = 4) -> Profile:
         plan |= {f"blocks.{number}.{name}": "colwise" for name in ("qkv", "up")}
         plan |= {f"blocks.{number}.{name}": "rowwise" for name in ("out", "down")}
     tokens = torch.zeros(rows, LENGTH, dtype=torch.long)
-    return trace(Work(Model, tokens, lambda model, batch: model(batch), precision="bf16-cast", plan=plan))
+    return trace(Work(Model, tokens, lambda model, batch: model(batch), precision="bf16-cast", plan=lambda model: plan))
 
 
 def layout(**sizes: Any) -> Layout:
     mesh = {name: sizes.pop(name) for name in list(sizes) if name in Mesh.__dataclass_fields__}
-    return Layout("hybrid", Mesh(**mesh), **{"micro_batch": 4, "sharding": "full", **sizes})
+    return Layout("hybrid", Mesh(**mesh), **{"micro_batch": 4, "sharding": "full", "cast": True, **sizes})
 
 
 @cache
@@ -109,7 +109,7 @@ def test_computing_again_is_named_and_costs_less_than_a_forward_pass() -> None:
 
 def test_tensor_parallelism_divides_products_and_pays_in_communication() -> None:
     alone, split = (timer().time(layout(tensor=n, sequence=n > 1)) for n in (1, 8))
-    assert alone.compute / 8 < split.compute < alone.compute / 4
+    assert alone.compute / 8 < split.compute < alone.compute / 2.5, "all but embedding and head"
     assert alone.communication == {}
     assert split.communication["tensor"] > 0.1 * split.compute
     across = StepTimer(profile(), Cluster.of("h100", "ethernet 100")).time(layout(tensor=16, sequence=True))
@@ -131,10 +131,12 @@ def test_a_pipeline_waits_as_its_schedule_says() -> None:
 def test_gathers_are_hidden_within_a_node_and_not_over_a_slow_network() -> None:
     near = timer().time(layout(shard=8))
     slow = StepTimer(profile(), Cluster.of("h100", "ethernet 25")).time(layout(shard=64))
-    copies = StepTimer(profile(), Cluster.of("h100", "ethernet 25")).time(layout(replicate=8, shard=8))
     assert near.communication["data"] < 0.15 * near.seconds
     assert slow.communication["data"] > 0.5 * slow.seconds
-    assert copies.communication["data"] < 0.6 * slow.communication["data"], "copies send their shards of gradients only"
+    whole = timer().time(layout(shard=8, whole=True))
+    assert whole.communication["data"] > 1.5 * near.communication["data"], "one unit hides nothing"
+    wide = timer().time(layout(shard=8, cast=False))
+    assert wide.communication["data"] > near.communication["data"], "parameters in 32 bits are gathered"
 
 
 def test_a_faster_device_and_a_narrower_format_are_faster_but_not_by_their_peaks() -> None:

@@ -466,7 +466,7 @@ class StepTimer:
         held[0] = max(share[_FRONT], share[_BACK])
         plain, experts = plain * held, experts * held
         wide = self._wide * self._trainable
-        narrow = np.minimum(self._wide, 2.0 if self._main != "float32" else 4.0)
+        narrow = np.minimum(self._wide, 2.0) if layout.cast else self._wide
         seconds = self.collectives.seconds
 
         def over(operation: Operation, of_plain: Array, of_experts: Array) -> Array:
@@ -492,6 +492,8 @@ class StepTimer:
             ahead = gathers[0] + np.maximum(0, gathers[1:] - forward[:-1]).sum()
             behind = np.maximum(0, again + gradients - backward).sum()
             light = np.maximum(0, again - backward).sum()
+            if layout.whole:  # one unit: nothing runs before it is there, nor while it is reduced
+                ahead, behind, light = gathers.sum(), again.sum() + gradients.sum() - gradients[0], again.sum()
             exposed = micro * ahead + each * behind + (micro - each) * light + gradients[0]
             # What is gathered is copied out of the buffer, what is reduced is cast and copied into one.
             gathered = float(((plain + experts) * narrow).sum()) * (2 if sharded == "full" else 1)

@@ -418,8 +418,8 @@ class _Step(TorchDispatchMode):
         split = [life for life in before if life.state == _SPLIT]
         if not split:
             return _WHOLE
-        if name in ("mm", "addmm") and len(split) > 1:
-            return _WHOLE  # both factors have a part of the sum: it is added up
+        if name in ("mm", "addmm") and all(life.state == _SPLIT for life in before[-2:]):
+            return _WHOLE  # both factors have a part of the sum: it is added up; a bias is no factor
         if name == "embedding":
             return _WHOLE
         return _SPLIT
