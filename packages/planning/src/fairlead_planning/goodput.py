@@ -153,25 +153,28 @@ class GoodputForecast:
         """What a person reads."""
         now = self.situation
         spares = f" and {counted(now.spares, 'spare')}" if now.spares else ""
-        yield f"Goodput: {self.days:.3g} days of training on {now.nodes:,} nodes{spares}"
+        nodes = f"{now.nodes:,} nodes" if now.nodes > 1 else "1 node"
+        yield f"Goodput: {duration(self.days * DAY_S)} of training on {nodes}{spares}"
         if not math.isfinite(self.ends_after[0]):
             every = duration(self.interval_s)
             yield f"  it does not end: {self.formula:.1%} of the time counts with a save every {every}"
         else:
-            low, high = self.ends_after[1:]
-            yield f"  ends after {self.ends_after[0]:.3g} days (90 % of such jobs: {low:.3g} to {high:.3g})"
+            ends, low, high = (duration(days * DAY_S) for days in self.ends_after)
+            yield f"  ends after {ends} (90 % of such jobs: {low} to {high})"
             yield f"  {self.effective:.1%} of the time counts ({self.lowest:.1%} to {self.highest:.1%})"
             mean, few, many = self.interruptions
-            hours = f"lost work {self.lost_h:.3g} h, saves {self.saves_h:.3g} h, "
-            hours += f"restarts {self.restarts_h:.3g} h, queue {self.queue_h:.3g} h"
+            hours = f"lost work {_hours(self.lost_h)}, saves {_hours(self.saves_h)}, "
+            hours += f"restarts {_hours(self.restarts_h)}, queue {_hours(self.queue_h)}"
             yield f"  {mean:.3g} interruptions ({few:.0f} to {many:.0f}); {hours}"
-        if math.isfinite(self.daly_s):
+        if self.daly_s >= self.days * DAY_S:
+            yield "  best: one save, at the end: it fails too seldom for more"
+        else:
             text = f"  best: a save every {duration(self.daly_s)} of training (Daly; "
             text += f"simulated {duration(self.simulated_s)})"
             if self.best_saves_h:
-                text += f"; this job's {duration(self.interval_s)} cost {self.best_saves_h:.3g} h"
+                text += f"; this job's {duration(self.interval_s)} cost {_hours(self.best_saves_h)}"
             yield text
-        worth = [f"{one.change} {one.hours:.3g} h" for one in self.worth if one.hours >= 0.05]
+        worth = [f"{one.change} {_hours(one.hours)}" for one in self.worth if one.hours >= 0.05]
         if worth:
             yield f"  worth: {', '.join(worth)}"
         yield "  from:"
@@ -179,6 +182,10 @@ class GoodputForecast:
             figure: Figure = getattr(now, name)
             text = duration(figure.value) if name.endswith("_s") else f"{figure.value:.3g}"
             yield f"    {label.format(text)} ({figure.source})"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.3g} h" if hours >= 1 else duration(hours * 3600)
 
 
 _LABELS: Final = {
