@@ -212,6 +212,7 @@ def situation(
     queue_s: float | None = None,
     repair_s: float | None = None,
     state_bytes: float | None = None,
+    writers: int | None = None,
     asynchronous: bool = False,
 ) -> Situation:
     """Of each figure what is given, else what a history says, else what is assumed.
@@ -228,6 +229,7 @@ def situation(
         queue_s: Seconds in the queue.
         repair_s: Seconds of a repair.
         state_bytes: Bytes of a checkpoint, by which a save is estimated if nothing else says how long it takes.
+        writers: How many of the nodes write it; None: all.
         asynchronous: Whether the training goes on while a checkpoint is written.
 
     Raises:
@@ -255,12 +257,14 @@ def situation(
             text = f"measured: {measured.failures} failures in {days:.3g} node-days"
             known["failures"] = Figure(measured.failures / days * 1000, text)
     if state_bytes is not None and "save_s" not in known:
-        rate = ASSUMED["node_gb_s"]
-        text = f"{state_bytes / 1e9:.3g} GB at {rate.value:g} GB/s of each node; {rate.source}"
-        known["durable_s"] = Figure(state_bytes / nodes / rate.value / 1e9, text)
-        # To the host's memory over PCIe 4, 25 GB/s for each of eight devices: what a data sheet promises, halved.
-        to_host = f"{state_bytes / 1e9:.3g} GB to the hosts at 100 GB/s of each node"
-        copied = Figure(state_bytes / nodes / 1e11, to_host)
+        rate, writers = ASSUMED["node_gb_s"], writers or nodes
+        size = f"{state_bytes / 1e9:.3g} GB"
+        by = f"{size} by {counted(writers, 'node')} at {rate.value:g} GB/s each; {rate.source}"
+        known["durable_s"] = Figure(state_bytes / writers / rate.value / 1e9, by)
+        # PCIe 4, 25 GB/s for each of eight devices: what a data sheet promises, halved.
+        copied = Figure(
+            state_bytes / writers / 1e11, f"{size} from {counted(writers, 'node')} to the host at 100 GB/s each"
+        )
         known["save_s"] = copied if asynchronous else known["durable_s"]
     known |= {name: Figure(float(value), "given") for name, value in given.items() if value is not None}
     if "durable_s" not in known or (save_s is not None and durable_s is None):

@@ -190,7 +190,7 @@ class Plan:
             "host_s": time.host,
             "samples_s": time.samples_per_second,
             "tokens_s": time.tokens_per_second * self.machines.count if self.job.divisible.length > 1 else None,
-            "memory_bytes": one.fullest.total,
+            "memory_bytes": one.fullest.allocated,  # as torch.cuda.max_memory_allocated measures it
             "goodput": self.goodput.effective if self.goodput is not None else None,
         }
 
@@ -285,13 +285,29 @@ def plan(
     days = made.days(made.best) if found.candidates else None
     if days is None or days <= 0:
         return made
-    use = made.best
-    ranks = machines.count if use.layout.sharding == "full" else use.layout.mesh.pipeline * use.layout.mesh.tensor
-    state = (use.fullest.parameters + use.fullest.optimizer) * ranks
+    state, writers = _checkpoint(made.best, machines)
+    io = job.settings.trainer.checkpoint_io if job.settings is not None else None
     forecast = goodput_forecast(
-        machines.nodes, days, interval_s=interval_s, measured=measured, failures=failures, state_bytes=state
+        machines.nodes,
+        days,
+        interval_s=interval_s,
+        measured=measured,
+        failures=failures,
+        state_bytes=state,
+        writers=writers,
+        asynchronous="async" in (io, getattr(io, "name", None)),
     )
     return Plan(job, machines, global_batch, found, count, forecast)
+
+
+def _checkpoint(one: Candidate, machines: Machines) -> tuple[float, int]:
+    """The bytes of a checkpoint, and how many nodes write it: of copies one does."""
+    layout, use = one.layout, one.fullest
+    parts = layout.mesh.pipeline * layout.mesh.tensor
+    shards = layout.mesh.shard if layout.sharding != "none" else 1
+    state = use.parameters * parts * (shards if layout.sharding == "full" else 1) + use.optimizer * parts * shards
+    each = max(1, machines.count // machines.nodes)
+    return state, min(machines.nodes, -(-parts * shards // each))
 
 
 def title(layout: Layout) -> str:
