@@ -32,7 +32,7 @@ def training(tmp_path: Path, *words: str, fresh: bool = False) -> Running:
     [
         ("raise:1:3", 1, "ValueError: no luck in the step"),
         ("kill:0:3", 0, "was killed by SIGKILL"),
-        ("memory:1:3", 1, "memory ran out; a smaller batch on each rank, activation checkpointing or sharding"),
+        ("memory:1:3", 1, "- a batch of 2 on each rank, with accumulate_grad_batches: 2: "),
         pytest.param("exit:1:3", 1, "ended with exit code 7", marks=pytest.mark.full),
         ("hang:1:3 raise:0:3", 0, "ValueError: no luck in the step"),
         pytest.param("segfault:1:3", 1, "mine/model.py", marks=pytest.mark.full),

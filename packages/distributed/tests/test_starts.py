@@ -158,7 +158,7 @@ def limit_of_files(rank: int, ports: tuple[int, ...]) -> int:
 def test_rank_0_may_have_a_connection_of_every_rank() -> None:
     """With the usual limit of 1024 files, a job of 1024 ranks would wait for the last ones for ever."""
     zero, one = run_ranks(limit_of_files, 2, free_ports(4), init=False)
-    assert zero >= min(1024 + 4 * 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    assert zero >= min(1024 + 8 * 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     assert one == 256
 
 

@@ -17,6 +17,7 @@ plan = CommandPlugin(
     extra="plan",
     group="job",
     example=("no-such.yaml", "--gpus", "8xh100"),
+    out_of_memory="fairlead_planning.out_of_memory:of_job",
 )
 
 

@@ -153,28 +153,31 @@ class GoodputForecast:
         """What a person reads."""
         now = self.situation
         spares = f" and {counted(now.spares, 'spare')}" if now.spares else ""
+        nodes = f"{now.nodes:,} nodes" if now.nodes > 1 else "1 node"
         if self.interruptions[0] < 0.1 and self.effective > 0.98:
-            yield f"Goodput: nothing fails in 9 of 10 such jobs, of {self.days:.3g} days on {counted(now.nodes, 'node')}"
+            yield f"Goodput: nothing fails in 9 of 10 such jobs, of {duration(self.days * DAY_S)} on {nodes}"
             return
-        yield f"Goodput: {self.days:.3g} days of training on {counted(now.nodes, 'node')}{spares}"
+        yield f"Goodput: {duration(self.days * DAY_S)} of training on {nodes}{spares}"
         if not math.isfinite(self.ends_after[0]):
             every = duration(self.interval_s)
             yield f"  it does not end: {self.formula:.1%} of the time counts with a save every {every}"
         else:
-            low, high = self.ends_after[1:]
-            yield f"  ends after {self.ends_after[0]:.3g} days (90 % of such jobs: {low:.3g} to {high:.3g})"
+            ends, low, high = (duration(days * DAY_S) for days in self.ends_after)
+            yield f"  ends after {ends} (90 % of such jobs: {low} to {high})"
             yield f"  {self.effective:.1%} of the time counts ({self.lowest:.1%} to {self.highest:.1%})"
             mean, few, many = self.interruptions
-            hours = f"lost work {self.lost_h:.3g} h, saves {self.saves_h:.3g} h, "
-            hours += f"restarts {self.restarts_h:.3g} h, queue {self.queue_h:.3g} h"
+            hours = f"lost work {_hours(self.lost_h)}, saves {_hours(self.saves_h)}, "
+            hours += f"restarts {_hours(self.restarts_h)}, queue {_hours(self.queue_h)}"
             yield f"  {mean:.3g} interruptions ({few:.0f} to {many:.0f}); {hours}"
-        if math.isfinite(self.daly_s):
+        if self.daly_s >= self.days * DAY_S:
+            yield "  best: one save, at the end: it fails too seldom for more"
+        else:
             text = f"  best: a save every {duration(self.daly_s)} of training (Daly; "
             text += f"simulated {duration(self.simulated_s)})"
             if self.best_saves_h:
-                text += f"; this job's {duration(self.interval_s)} cost {self.best_saves_h:.3g} h"
+                text += f"; this job's {duration(self.interval_s)} cost {_hours(self.best_saves_h)}"
             yield text
-        worth = [f"{one.change} {one.hours:.3g} h" for one in self.worth if one.hours >= 0.05]
+        worth = [f"{one.change} {_hours(one.hours)}" for one in self.worth if one.hours >= 0.05]
         if worth:
             yield f"  worth: {', '.join(worth)}"
         yield "  from:"
@@ -182,6 +185,10 @@ class GoodputForecast:
             figure: Figure = getattr(now, name)
             text = duration(figure.value) if name.endswith("_s") else f"{figure.value:.3g}"
             yield f"    {label.format(text)} ({figure.source})"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.3g} h" if hours >= 1 else duration(hours * 3600)
 
 
 _LABELS: Final = {
@@ -208,6 +215,7 @@ def situation(
     queue_s: float | None = None,
     repair_s: float | None = None,
     state_bytes: float | None = None,
+    writers: int | None = None,
     asynchronous: bool = False,
 ) -> Situation:
     """Of each figure what is given, else what a history says, else what is assumed.
@@ -224,6 +232,7 @@ def situation(
         queue_s: Seconds in the queue.
         repair_s: Seconds of a repair.
         state_bytes: Bytes of a checkpoint, by which a save is estimated if nothing else says how long it takes.
+        writers: How many of the nodes write it; None: all.
         asynchronous: Whether the training goes on while a checkpoint is written.
 
     Raises:
@@ -251,12 +260,14 @@ def situation(
             text = f"measured: {measured.failures} failures in {days:.3g} node-days"
             known["failures"] = Figure(measured.failures / days * 1000, text)
     if state_bytes is not None and "save_s" not in known:
-        rate = ASSUMED["node_gb_s"]
-        text = f"{state_bytes / 1e9:.3g} GB at {rate.value:g} GB/s of each node; {rate.source}"
-        known["durable_s"] = Figure(state_bytes / nodes / rate.value / 1e9, text)
-        # To the host's memory over PCIe 4, 25 GB/s for each of eight devices: what a data sheet promises, halved.
-        to_host = f"{state_bytes / 1e9:.3g} GB to the hosts at 100 GB/s of each node"
-        copied = Figure(state_bytes / nodes / 1e11, to_host)
+        rate, writers = ASSUMED["node_gb_s"], writers or nodes
+        size = f"{state_bytes / 1e9:.3g} GB"
+        by = f"{size} by {counted(writers, 'node')} at {rate.value:g} GB/s each; {rate.source}"
+        known["durable_s"] = Figure(state_bytes / writers / rate.value / 1e9, by)
+        # PCIe 4, 25 GB/s for each of eight devices: what a data sheet promises, halved.
+        copied = Figure(
+            state_bytes / writers / 1e11, f"{size} from {counted(writers, 'node')} to the host at 100 GB/s each"
+        )
         known["save_s"] = copied if asynchronous else known["durable_s"]
     known |= {name: Figure(float(value), "given") for name, value in given.items() if value is not None}
     if "durable_s" not in known or (save_s is not None and durable_s is None):

@@ -46,26 +46,29 @@ def remedies(model: MemoryModel, layout: Layout, *, divisible: bool = True) -> l
     now = fullest(model.use(layout)).total
     found: list[Remedy] = []
 
-    def tried(what: str, changed: Layout) -> None:
+    def tried(what: str, changed: Layout) -> bool:
         total = fullest(model.use(changed)).total
         if now - total > _WORTH * now:
             found.append(Remedy(what, changed, total, now - total))
+        return now - total > _WORTH * now
 
     together, words = layout, []
     if layout.micro_batch > 1 and divisible:
         rows = next(n for n in range(layout.micro_batch // 2, 0, -1) if layout.micro_batch % n == 0)
         times = layout.accumulation * (layout.micro_batch // rows)
         half = replace(layout, micro_batch=rows, accumulation=times)
-        tried(f"a batch of {rows} on each rank, with accumulate_grad_batches: {times}", half)
-        together, words = half, ["a smaller batch"]
+        if tried(f"a batch of {rows} on each rank, with accumulate_grad_batches: {times}", half):
+            together, words = half, ["a smaller batch"]
     if layout.checkpointing == "none":
         tried("recomputing all but products and attention (selective checkpointing)", _checkpoints(layout, "selective"))
     if layout.checkpointing != "full":
-        tried("recomputing all activations of a layer (activation checkpointing)", _checkpoints(layout, "full"))
-        together, words = _checkpoints(together, "full"), [*words, "activation checkpointing"]
+        full = _checkpoints(layout, "full")
+        if tried("recomputing all activations of a layer (activation checkpointing)", full):
+            together, words = _checkpoints(together, "full"), [*words, "activation checkpointing"]
     if layout.sharding != "full" and layout.data_parallel > 1:
-        tried(f"fsdp2: states sharded over the {layout.data_parallel} ranks", _sharded(layout, layout.data_parallel))
-        together, words = _sharded(together, layout.data_parallel), [*words, "fsdp2"]
+        sharded = _sharded(layout, layout.data_parallel)
+        if tried(f"fsdp2: states sharded over the {layout.data_parallel} ranks", sharded):
+            together, words = _sharded(together, layout.data_parallel), [*words, "fsdp2"]
     elif layout.data_parallel == 1:
         tried("fsdp2 on two ranks", _sharded(replace(layout, accumulation=max(1, layout.accumulation // 2)), 2))
     elif layout.mesh.shard > 1:
@@ -154,4 +157,8 @@ _FSDP: Final[Mapping[str, Sharding]] = {
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB" if size >= 2**28 else f"{size / 2**20:.3g} MiB"
+    unit, name = next(pair for pair in _SIZES if size >= pair[0] / 4 or pair[0] == 1)
+    return f"{size / unit:.3g} {name}"
+
+
+_SIZES: Final = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))

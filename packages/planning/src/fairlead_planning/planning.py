@@ -205,7 +205,7 @@ class Plan:
             "host_s": time.host,
             "samples_s": time.samples_per_second,
             "tokens_s": time.tokens_per_second * self.machines.count if self.job.divisible.length > 1 else None,
-            "memory_bytes": one.fullest.total,
+            "memory_bytes": one.fullest.allocated,  # as torch.cuda.max_memory_allocated measures it
             "goodput": self.goodput.effective if self.goodput is not None else None,
         }
 
@@ -300,13 +300,29 @@ def plan(
     days = made.days(made.best) if found.candidates else None
     if days is None or days <= 0:
         return made
+    state, writers = _checkpoint(job, made.best.layout, machines)
+    io = job.settings.trainer.checkpoint_io if job.settings is not None else None
+    forecast = goodput_forecast(
+        machines.nodes,
+        days,
+        interval_s=interval_s,
+        measured=measured,
+        failures=failures,
+        state_bytes=state,
+        writers=writers,
+        asynchronous="async" in (io, getattr(io, "name", None)),
+    )
+    return Plan(job, machines, global_batch, found, count, forecast)
+
+
+def _checkpoint(job: Planned, layout: Layout, machines: Machines) -> tuple[float, int]:
+    """The bytes of a checkpoint, and how many nodes write it: of copies one does."""
     profile = job.profile
     state = sum(unit.parameter_bytes for unit in profile.units)
     state += sum(one.bytes for one in profile.storages if one.kind == "optimizer")
-    forecast = goodput_forecast(
-        machines.nodes, days, interval_s=interval_s, measured=measured, failures=failures, state_bytes=state
-    )
-    return Plan(job, machines, global_batch, found, count, forecast)
+    shards = layout.mesh.shard if layout.sharding != "none" else 1
+    each = max(1, machines.count // machines.nodes)
+    return state, min(machines.nodes, -(-layout.mesh.pipeline * layout.mesh.tensor * shards // each))
 
 
 def title(layout: Layout) -> str:
