@@ -20,7 +20,7 @@ def bytes_now() -> int:
         return counted.now
 
 
-class AliveBytes(TorchDispatchMode):
+class AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered; what is there before is counted too.
 
     Attributes:
@@ -29,7 +29,7 @@ class AliveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.at = ""
         self._known: dict[int, int] = {}
@@ -48,12 +48,12 @@ class AliveBytes(TorchDispatchMode):
             count(storage)
             return out
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

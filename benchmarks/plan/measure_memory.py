@@ -112,14 +112,20 @@ def measure(name: str, strategy: str, rows: int, precision: str, folder: str) ->
     if strategy.endswith("checkpointed"):
         chosen = {**chosen, "activation_checkpointing": [PARTS[name]]}
     batch = batch_of(name, rows)
-    samples = [
-        tuple(x[i] for x in batch) if isinstance(batch, tuple) else batch[i] for i in range(rows)
-    ] * 4 * dist_size()
-    loader = DataLoader(samples, batch_size=rows)
+    samples: Any = (
+        [tuple(x[i] for x in batch) if isinstance(batch, tuple) else batch[i] for i in range(rows)] * 4 * dist_size()
+    )
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=rows)
     counted = Measured(2)
     config = {
-        "accelerator": "cpu", "devices": dist_size(), "strategy": chosen, "precision": precision, "max_steps": 3,
-        "limit_val_batches": 0, "num_sanity_val_steps": 0, "loggers": [],
+        "accelerator": "cpu",
+        "devices": dist_size(),
+        "strategy": chosen,
+        "precision": precision,
+        "max_steps": 3,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "loggers": [],
     }
     trainer = Trainer(
         TrainerConfig.model_validate(config),
@@ -161,7 +167,13 @@ def main() -> None:
                 dist.all_gather_object(peaks, peak)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 found.append(
-                    {"model": name, "strategy": strategy, "rows": args.rows, "precision": args.precision, "ranks": peaks}
+                    {
+                        "model": name,
+                        "strategy": strategy,
+                        "rows": args.rows,
+                        "precision": args.precision,
+                        "ranks": peaks,
+                    }
                 )
                 args.json.write_text(json.dumps(found))
                 print(name, strategy, [round(x / 2**20, 2) for x in peaks], flush=True)

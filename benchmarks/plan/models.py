@@ -5,6 +5,7 @@ Needs torch alone, of any version that the plan knows: the file is run on machin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -188,9 +189,7 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2, width))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
             for _ in range(layers)
         )
         self.head = nn.Linear(width, 1000)
@@ -218,7 +217,7 @@ class MixtureBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
@@ -283,7 +282,7 @@ def _tokens(rows: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(vocabulary, (rows, length + 1))
 
 
-SMALL = {
+SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[[Any, Any], Tensor]]] = {
     "gpt": (lambda: GPT(4, 256, 4, 128, 1024, 0.1), lambda rows: _tokens(rows, 128, 1024), token_loss),
     "llama": (lambda: Llama(4, 256, 8, 2, 704, 2048, 128), lambda rows: _tokens(rows, 128, 2048), token_loss),
     "resnet": (
@@ -304,27 +303,3 @@ SMALL = {
     ),
 }
 """Models that a CPU steps in a moment: how each is built, a batch of so many rows, its loss."""
-
-LARGE = {
-    "gpt2-124m": (lambda: GPT(12, 768, 12, 1024, 50304), lambda rows: _tokens(rows, 1024, 50304), token_loss),
-    "gpt2-350m": (lambda: GPT(24, 1024, 16, 1024, 50304), lambda rows: _tokens(rows, 1024, 50304), token_loss),
-    "gpt2-dropout": (lambda: GPT(12, 768, 12, 1024, 50304, 0.1), lambda rows: _tokens(rows, 1024, 50304), token_loss),
-    "gpt-1.3b": (lambda: GPT(24, 2048, 16, 2048, 50304), lambda rows: _tokens(rows, 2048, 50304), token_loss),
-    "llama-1b": (
-        lambda: Llama(16, 2048, 32, 8, 8192, 128256, 4096), lambda rows: _tokens(rows, 4096, 128256), token_loss,
-    ),
-    "llama-8b-4layers": (
-        lambda: Llama(4, 4096, 32, 8, 14336, 128256, 8192), lambda rows: _tokens(rows, 8192, 128256), token_loss,
-    ),
-    "resnet-50": (
-        ResNet, lambda rows: (torch.randn(rows, 3, 224, 224), torch.randint(1000, (rows,))), class_loss,
-    ),
-    "vit-large": (
-        lambda: ViT(24, 1024, 16), lambda rows: (torch.randn(rows, 3, 224, 224), torch.randint(1000, (rows,))), class_loss,
-    ),
-    "mixture-8x": (lambda: Mixture(12, 1024, 16, 8, 50304), lambda rows: _tokens(rows, 1024, 50304), token_loss),
-    "convolutions": (
-        lambda: Recurrent(1024, 16), lambda rows: (torch.randn(rows, 1024, 64), torch.randint(10, (rows,))), class_loss,
-    ),
-}
-"""Models for a GPU."""

@@ -276,7 +276,7 @@ def refused() -> dict[str, str]:
         "own forward": ["Adapted has a forward of its own"],
         "no edges": ["does not say where the sequence is split", "sequence_begin"],
         "sequence": ["'sequence' without sequence_parallel"],
-        "experts": ["'experts.0' is an expert's, and sequence_parallel splits the tokens", "leave sequence_parallel out"],
+        "experts": ["'experts.0' is an expert's, and sequence_parallel splits the tokens", "leave experts whole"],
         "no head": ["loss_parallel needs one head whose vocabulary is split"],
         "packed": ["8 output features are not made of 2 layers in the proportions (1, 2)"],
     }.items(),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from benchmarks.plan.models import SMALL
 from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
-from fairlead_planning.memory import memory
 from fairlead_planning.layouts import Layout
+from fairlead_planning.memory import memory
 from fairlead_planning.profile import Profile
 from fairlead_planning.trace import Work, trace, trace_rows
 from fairlead_planning.variants import checkpointed, with_rows

@@ -33,12 +33,15 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="N", type=_count, help="nodes, of as many devices each as --gpus says")
     parser.add_argument("--network", metavar="NAME", help="between nodes (default: what is usual for the device)")
     parser.add_argument(
-        "--batch", metavar="N", type=_count, help="samples of one optimizer step (default: the job's, times the devices)"
+        "--batch",
+        metavar="N",
+        type=_count,
+        help="samples of one optimizer step (default: the job's, times the devices)",
     )
-    parser.add_argument("--steps", metavar="N", type=_count, help="optimizer steps of the whole job (default: the job's)")
     parser.add_argument(
-        "--memory", metavar="GIB", type=float, help="of one device, if less than it has is to be taken"
+        "--steps", metavar="N", type=_count, help="optimizer steps of the whole job (default: the job's)"
     )
+    parser.add_argument("--memory", metavar="GIB", type=float, help="of one device, if less than it has is to be taken")
     parser.add_argument(
         "--strategy",
         dest="strategies",
@@ -50,7 +53,10 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration", metavar="FILE", help="what `fairlead bench gemm` and `bench comm` measured on this cluster"
     )
     parser.add_argument(
-        "--failures", metavar="N", type=float, help="of 1,000 nodes in a day (default: of the job's history, or assumed)"
+        "--failures",
+        metavar="N",
+        type=float,
+        help="of 1,000 nodes in a day (default: of the job's history, or assumed)",
     )
     parser.add_argument("--top", metavar="N", type=_count, default=5, help="how many layouts to print (default: 5)")
     parser.add_argument(

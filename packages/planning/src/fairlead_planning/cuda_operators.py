@@ -16,9 +16,38 @@ from torch.overrides import TorchFunctionMode
 
 _IN_FLOAT32: Final = frozenset(
     # Of torch's autocast_mode.h: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, as far as models call them.
-    "exp expm1 log log10 log2 log1p reciprocal rsqrt pow __pow__ __rpow__ softplus layer_norm group_norm cdist "
-    "cosine_similarity kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits dist renorm "
-    "logsumexp softmax log_softmax cross_entropy nll_loss norm".split()
+    [
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "pow",
+        "__pow__",
+        "__rpow__",
+        "softplus",
+        "layer_norm",
+        "group_norm",
+        "cdist",
+        "cosine_similarity",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "renorm",
+        "logsumexp",
+        "softmax",
+        "log_softmax",
+        "cross_entropy",
+        "nll_loss",
+        "norm",
+    ]
 )
 
 

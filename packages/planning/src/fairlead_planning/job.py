@@ -95,7 +95,9 @@ def planned_work(work: Work, *, name: str = "model", samples: int | None = None,
     parts = _Parts("auto")
     profile, wider = _traced(replace(work, plan=parts.of), rows)
     divisible = replace(parts.found, length=profile.tokens // profile.rows)
-    return Planned(name, profile, wider, divisible, samples or rows or 1, lambda _: steps, parts.compiled, precision=work.precision)
+    return Planned(
+        name, profile, wider, divisible, samples or rows or 1, lambda _: steps, parts.compiled, precision=work.precision
+    )
 
 
 def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
@@ -138,9 +140,7 @@ def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
         return math.ceil(dataset / global_batch) * config.max_epochs
 
     divisible = replace(parts.found, length=profile.tokens // profile.rows)
-    return Planned(
-        job.run.name or "job", profile, wider, divisible, samples, count, parts.compiled, job, precision
-    )
+    return Planned(job.run.name or "job", profile, wider, divisible, samples, count, parts.compiled, job, precision)
 
 
 def _mode(precision: Any) -> str:
@@ -213,8 +213,10 @@ def _divisible(model: nn.Module, patterns: Any) -> tuple[dict[str, str], Divisib
             size = getattr(layer, "out_features" if word == "colwise" else "in_features", None)
             tensor += [size] if isinstance(size, int) else []
     layers = find_layers(model)
-    stages = "" if callable(getattr(model, "pipeline_layers", None)) else (
-        f"{type(model).__name__} has no pipeline_layers() that says how it is cut into stages"
+    stages = (
+        ""
+        if callable(getattr(model, "pipeline_layers", None))
+        else (f"{type(model).__name__} has no pipeline_layers() that says how it is cut into stages")
     )
     experts = [len(one) for m in model.modules() if isinstance(one := getattr(m, "experts", None), nn.ModuleList)]
     classes = sorted({f"{type(layer).__module__}:{type(layer).__qualname__}" for layer in layers.values()})

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -44,7 +44,7 @@ class Finite(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class UnknownValue(Exception):
+class UnknownValueError(Exception):
     """The step asks for a number that depends on the model's weights."""
 
 
@@ -76,7 +76,7 @@ class KnownValues:
         """What an operator gives, with its numbers where they are known.
 
         Raises:
-            UnknownValue: Shapes follow from numbers that are not.
+            UnknownValueError: Shapes follow from numbers that are not.
         """
         if func is aten._local_scalar_dense.default:
             return self._number(args[0])
@@ -102,7 +102,7 @@ class KnownValues:
 
     def _compute(self, func: Any, arguments: Any, results: list[Tensor]) -> None:
         args, kwargs = arguments
-        with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        with unset_fake_temporarily():
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": torch.device("cpu")}
             if func._schema.is_mutable and args and isinstance(args[0], Tensor):
@@ -119,25 +119,25 @@ class KnownValues:
                 return one
             known = self._known.get(one)
             if known is None:
-                raise UnknownValue(f"{func._schema.name.removeprefix('aten::')} of numbers that the weights decide")
+                raise UnknownValueError(f"{func._schema.name.removeprefix('aten::')} of numbers that the weights decide")
             return known
 
         if func is aten.index.Tensor:
             places: list[Any] = []
             for one in args[1]:
                 if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8):
-                    with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+                    with unset_fake_temporarily():
                         found = value(one).nonzero(as_tuple=True)
                     places += [self._fake(place) for place in found]
                 else:
                     places.append(one)
             return func(args[0], places)
         if func is aten.masked_select.default:
-            with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+            with unset_fake_temporarily():
                 count = int(value(args[1]).broadcast_to(args[0].shape).sum())
             return args[0].new_empty(count)
         real_args, real_kwargs = tree_map(value, (args, kwargs))
-        with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        with unset_fake_temporarily():
             out = func(*real_args, **real_kwargs)
         return tree_map(lambda one: self._fake(one) if isinstance(one, Tensor) else one, out)
 
@@ -148,17 +148,17 @@ class KnownValues:
         value = self._known.get(tensor)
         if value is not None:
             self.decided = self.decided or not tensor.dtype.is_floating_point
-            with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+            with unset_fake_temporarily():
                 return value.item()
         # A loss that is logged, a check for NaN: neither changes what a step does. A count would.
         if tensor.dtype is torch.bool:
             return False
         if tensor.dtype.is_floating_point:
             return 1.0
-        raise UnknownValue("an integer that the weights decide was read (`.item()`, `.tolist()`)")
+        raise UnknownValueError("an integer that the weights decide was read (`.item()`, `.tolist()`)")
 
     def _spread(self, like: Tensor, size: int) -> Tensor:
-        with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        with unset_fake_temporarily():
             if like.ndim and like.shape[-1] <= size and like.numel():
                 # Distinct in each row, and each number equally often over the rows.
                 rows = like.numel() // like.shape[-1]
@@ -184,4 +184,3 @@ def _masks(indices: Any) -> bool:
 def _small(tensor: Tensor) -> bool:
     exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     return tensor.numel() <= (_MOST if exact else _MOST // 100)
-

@@ -23,13 +23,13 @@ class Layout:
     micro_batch: int = 1
     """Samples of one forward pass of one rank."""
     accumulation: int = 1
-    """Forward passes of a rank in one optimizer step; with pipeline parallelism the micro-batches in flight one after another."""
+    """Forward passes of a rank in one optimizer step; with a pipeline, the micro-batches that go through its stages."""
     checkpointing: Checkpointing = "none"
     sharding: Sharding = "none"
     whole: bool = False
     """With `sharding: full`: the model is gathered as one unit, as FSDP does that is told of no layers."""
     sequence: bool = False
-    """Sequence parallelism beside tensor parallelism: what lies between the split parts of a layer is divided as well."""
+    """Sequence parallelism beside tensor parallelism: what lies between the split layers is divided as well."""
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     cast: bool = False

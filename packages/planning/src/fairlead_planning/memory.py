@@ -35,7 +35,7 @@ class MemoryUse:
     """What a rank of one stage holds at its fullest moment, in bytes.
 
     Example:
-        >>> use = MemoryUse(parameters=4.0, gradients=4.0, optimizer=8.0, activations=3.0, buffers=0.0, communication=1.0)
+        >>> use = MemoryUse(4.0, gradients=4.0, optimizer=8.0, activations=3.0, buffers=0.0, communication=1.0)
         >>> use.allocated, use.total
         (20.0, 20.0)
     """
@@ -94,7 +94,8 @@ class Moments:
         self.owner = np.where(np.array([s.expert for s in storages]), 2 + split, split).astype(np.int8)
         """Who divides what belongs to a parameter: nobody, tensor, expert, either."""
         sequence = np.array([s.sequence for s in storages])
-        self.work = np.where(self.cast, 4 + self.owner, np.where(split, 1, np.where(sequence, 2, 0))).astype(np.int8)
+        work = np.where(self.cast, 4 + self.owner, np.where(split, 1, np.where(sequence, 2, 0)))
+        self.work: npt.NDArray[np.int8] = work.astype(np.int8)
         """Who divides an activation: nobody, tensor, sequence; a parameter's copy as the parameter."""
         self.first_backward = int(np.argmax(self.phase != _FORWARD)) if (self.phase != _FORWARD).any() else self.end
         found = self.phase == _OPTIMIZER
@@ -211,7 +212,7 @@ class Timelines:
         whole: dict[int, Floats] = {}
         for unit in numbers:
             own = parameter & (m.unit == unit)
-            whole[unit] = np.bincount(m.owner[own], m.bytes[own], 4)[:, None]
+            whole[unit] = np.bincount(m.owner[own], m.bytes[own], 4).astype(np.float64)[:, None]
         self.gathered, self.kept = np.zeros((4, m.end)), np.zeros((4, m.end))
         for place, unit in enumerate(numbers):
             forward, backward = m.spans.get((unit, _FORWARD)), m.spans.get((unit, _BACKWARD))
@@ -262,9 +263,7 @@ class MemoryModel:
         reduce_bytes: Of one gradient while it is reduced, where shards reduce them.
     """
 
-    def __init__(
-        self, one: Profile, two: Profile | None = None, device: str = "cuda", reduce_bytes: int = 4
-    ) -> None:
+    def __init__(self, one: Profile, two: Profile | None = None, device: str = "cuda", reduce_bytes: int = 4) -> None:
         self._profiles, self.device, self.reduce_bytes = (one, two), device, reduce_bytes
         self._moments: dict[str, tuple[Moments, Moments | None]] = {}
         units = one.units
@@ -327,10 +326,7 @@ class MemoryModel:
         weights = np.concatenate((1 / work / mesh.context, np.zeros(4) if layout.cast else own))
         computed = self.computed * low
         shard_bytes = float(now.parameters @ share) / self.computed * self.master
-        if gathers:
-            parameters = shard_bytes
-        else:
-            parameters = float(now.parameters @ own) * low
+        parameters = shard_bytes if gathers else float(now.parameters @ own) * low
         optimizer = float(now.optimizer @ (share if layout.sharding != "none" else own))
         if deepspeed or (not gathers and self.master > computed):
             optimizer += shard_bytes  # what is updated

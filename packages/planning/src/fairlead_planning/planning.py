@@ -95,7 +95,10 @@ class Plan:
         """
         if self.found.candidates:
             return self.found.candidates[0]
-        raise ConfigError(
+        raise self._nothing_fits()
+
+    def _nothing_fits(self) -> ConfigError:
+        return ConfigError(
             f"no layout of {self.job.name} fits on {self.machines.count} x {self.machines.cluster.device.name}",
             where="plan",
             why="; ".join(self._refusals()),
@@ -123,24 +126,27 @@ class Plan:
         first = self.best
         if one is first:
             text = f"fastest of {self.found.tried - self.found.unfit:,} layouts that fit"
+            if any(other.time.seconds < one.time.seconds for other in self.found.candidates):
+                text = f"the simplest of those that are as fast, of {self.found.tried - self.found.unfit:,} that fit"
             largest, seconds = max(_terms(one.time).items(), key=lambda term: term[1])
             text += f": {seconds / one.time.seconds:.0%} of the step is {largest}"
             if one.layout.checkpointing == "full":
                 text += "; activations are computed again, or it would not fit or be slower"
             return text
-        here, there = _terms(one.time), _terms(first.time)
+        here, there = dict(_terms(one.time)), dict(_terms(first.time))
         more = {name: here.get(name, 0.0) - there.get(name, 0.0) for name in here | there}
         largest = max(more, key=lambda name: more[name])
         slower = one.time.seconds / first.time.seconds - 1
         if slower < 0.005:
-            return "as fast, within half a percent"
+            return f"as fast: {-slower:.1%} faster, which is within the error of a plan, and not as simple"
         return f"{slower:.0%} slower: {more[largest]:.3g} s more of {largest}"
 
     def _refusals(self) -> Iterator[str]:
         found = self.found
         if found.unfit and found.nearest is not None:
             layout, lacking = found.nearest
-            yield f"{found.unfit:,} layouts need more memory: the nearest, {title(layout)}, lacks {lacking / GIB:.3g} GiB"
+            nearest = f"the nearest, {title(layout)}, lacks {lacking / GIB:.3g} GiB"
+            yield f"{found.unfit:,} layouts need more memory: {nearest}"
         for reason, count in found.refused.most_common(4):
             yield f"{reason} ({counted(count, 'layout')})"
 
@@ -159,7 +165,7 @@ class Plan:
         )
         yield ""
         if not self.found.candidates:
-            yield from self.best.layout  # raises what is missing
+            raise self._nothing_fits()
         for number, one in enumerate(self.found.candidates[:shown], 1):
             yield from self._candidate(number, one, length)
             yield ""
@@ -318,7 +324,7 @@ def plan(
 def _checkpoint(job: Planned, layout: Layout, machines: Machines) -> tuple[float, int]:
     """The bytes of a checkpoint, and how many nodes write it: of copies one does."""
     profile = job.profile
-    state = sum(unit.parameter_bytes for unit in profile.units)
+    state = float(sum(unit.parameter_bytes for unit in profile.units))
     state += sum(one.bytes for one in profile.storages if one.kind == "optimizer")
     shards = layout.mesh.shard if layout.sharding != "none" else 1
     each = max(1, machines.count // machines.nodes)

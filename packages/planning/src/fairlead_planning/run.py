@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         measured=history,
         failures=arguments.failures,
     )
-    made.best  # raises what is missing, where nothing fits
+    _ = made.best  # raises what is missing, where nothing fits
     if arguments.json:
         session.print_json(made.to_dict())
     else:

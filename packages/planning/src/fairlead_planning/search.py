@@ -19,6 +19,8 @@ from fairlead_planning.variants import cast_when_gathered, checkpointed, with_ro
 from fairlead_strategies.layout import Layout as Mesh
 
 GIB: Final = 2.0**30
+ALIKE: Final = 0.03
+"""By less than this share two predicted times are not told apart: it is the median error on published runs."""
 _SIMPLE: Final = ("single", "ddp", "fsdp2", "hybrid", "deepspeed")
 
 
@@ -104,19 +106,17 @@ def search(
                 continue  # computing again makes room for nothing
             largest = fitting[-1][0].micro_batch
             # Larger micro-batches are faster, but where a pipeline has fewer of them to fill its stages with.
-            for layout, use in fitting[-4 if layout.mesh.pipeline > 1 else -2 :]:
-                candidate = Candidate(layout, tuple(use), timers.time(layout))
-                key = (layout.strategy, layout.mesh, layout.sharding, layout.sequence, layout.offload)
+            for fits, use in fitting[-4 if fitting[0][0].mesh.pipeline > 1 else -2 :]:
+                candidate = Candidate(fits, tuple(use), timers.time(fits))
+                key = (fits.strategy, fits.mesh, fits.sharding, fits.sequence, fits.offload)
                 if key not in best or candidate.time.seconds < best[key].time.seconds:
                     best[key] = candidate
     fastest = min((one.time.seconds for one in best.values()), default=1.0)
 
     def rank(one: Candidate) -> tuple[int, int, float]:
-        """Where two are as fast, within half a percent, the one with fewer parts comes first; DeepSpeed's own work in
-        a step is not known, and taken as 2 %."""
+        """Where two are as fast, within what a prediction can tell, the one with fewer parts comes first."""
         kind = one.layout.strategy.partition("_")[0]
-        seconds = one.time.seconds * (1.02 if kind == "deepspeed" else 1.0)
-        return int(log(seconds / fastest) / 0.005), _SIMPLE.index(kind), seconds
+        return int(log(one.time.seconds / fastest) / ALIKE), _SIMPLE.index(kind), one.time.seconds
 
     ranked = sorted(best.values(), key=rank)
     found.candidates = [replace(one, memory=tuple(model.use(one.layout))) for one in ranked]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fairlead.errors import ConfigError
 from fairlead_distributed.activation_checkpointing import find_layers
 from fairlead_planning.cuda_operators import CudaOperators
-from fairlead_planning.known_values import Finite, KnownValues, UnknownValue
+from fairlead_planning.known_values import Finite, KnownValues, UnknownValueError
 from fairlead_planning.profile import CAST, Kernel, Kind, Phase, Profile, Storage, Unit
 
 aten = torch.ops.aten
@@ -140,7 +140,7 @@ def _repeated(one: Any, rows: int, wanted: int) -> Any:
     """A tensor of the batch with another number of samples: its own, over and over."""
     if not isinstance(one, Tensor) or not one.ndim:
         return one
-    with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+    with unset_fake_temporarily():
         return one[torch.arange(wanted) % rows]
 
 
@@ -198,11 +198,11 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has operators know the numbers that they can."""
 
     def __init__(self, values: KnownValues) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.values = values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -230,13 +230,13 @@ class _Life:
 _WHOLE, _SPLIT = 0, 1
 
 
-class _Step(TorchDispatchMode):
+class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a step, and the storages that they make."""
 
     def __init__(
         self, model: nn.Module, values: KnownValues, kept: list[int], plan: Mapping[str, str], prime: int
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.values, self._prime = model, values, prime
         self.doubled: list[tuple[float, float, tuple[int, int, int, int] | None]] = []
         self.phase: Phase = "forward"
@@ -297,11 +297,11 @@ class _Step(TorchDispatchMode):
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         )
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
         for one in self._hooks:
             one.remove()
 
@@ -345,7 +345,7 @@ class _Step(TorchDispatchMode):
                 self._places.append((unit, expert))
         try:
             out = self.values.call(func, args, kwargs)
-        except UnknownValue as error:
+        except UnknownValueError as error:
             raise ConfigError(
                 f"a step cannot be traced without its data: {error}",
                 why="how many tensors or which sizes follow is then not known before the run",
@@ -386,7 +386,11 @@ class _Step(TorchDispatchMode):
         if self._prime:
             twice = float(sum(_bytes(one) * self._times(one.numel()) for one in read))
             larger = None if shape is None else tuple(one * self._times(one) for one in shape)
-            work = flops * self._times(prod(shape)) if shape else sum(one.numel() * self._times(one.numel()) for one in outs)
+            work = (
+                flops * self._times(prod(shape))
+                if shape
+                else sum(one.numel() * self._times(one.numel()) for one in outs)
+            )
             self.doubled.append((float(work), twice, larger))  # type: ignore[arg-type]
         self.kernels.append(
             Kernel(
@@ -431,7 +435,7 @@ class _Step(TorchDispatchMode):
         storage = tensor.untyped_storage()
         born = -1 if kind in ("parameter", "buffer", "input") else len(self.kernels)
         size = storage.nbytes()
-        doubled = size * self._times(size) if self._prime and born >= 0 or kind == "input" and self._prime else size
+        doubled = size * self._times(size) if (self._prime and born >= 0) or (kind == "input" and self._prime) else size
         life = self._lives[key] = _Life(size, doubled, born, unit, kind, state, expert, maker=maker)
         self._all.append(life)
         weakref.finalize(storage, self._end, key, life)
@@ -449,9 +453,9 @@ class _Step(TorchDispatchMode):
             unit, split, expert = self._parameters[id(p)]
             if p.grad is not None and (life := self._lives.get(_key(p.grad))) is not None:
                 life.kind, life.unit, life.state, life.expert = "gradient", unit, _SPLIT if split else _WHOLE, expert
-        for one in optimizers:
-            for p, state in one.state.items():
-                unit, split, expert = self._parameters.get(id(p), (0, False, False))
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                unit, split, expert = self._parameters.get(id(parameter), (0, False, False))
                 for tensor in _tensors(state):
                     if (life := self._lives.get(_key(tensor))) is not None:
                         big = tensor.numel() > 1
@@ -486,11 +490,9 @@ class _Step(TorchDispatchMode):
             replace(k, flops=flops, bytes=size, shape=shape)
             for k, (flops, size, shape) in zip(one.kernels, self.doubled, strict=True)
         )
-        storages = tuple(
-            replace(s, bytes=float(life.doubled)) for s, life in zip(one.storages, self._all, strict=True)
-        )
-        rest = {"rows": 2 * one.rows, "tokens": 2 * one.tokens, "width_bytes": 2 * one.width_bytes}
-        return one, replace(one, kernels=kernels, storages=storages, **rest)
+        storages = tuple(replace(s, bytes=float(life.doubled)) for s, life in zip(one.storages, self._all, strict=True))
+        rows, tokens, width = 2 * one.rows, 2 * one.tokens, 2 * one.width_bytes
+        return one, replace(one, kernels=kernels, storages=storages, rows=rows, tokens=tokens, width_bytes=width)
 
     def _tokens(self, batch: list[Tensor]) -> int:
         """Positions that the step computes: those of attention, where a sample has one more for the last target."""
@@ -508,7 +510,9 @@ class _Step(TorchDispatchMode):
             expert_parameters=sum(p.numel() for p in experts),
             trainable=sum(p.numel() for p in own if p.requires_grad),
             parameter_bytes=sum(self._kept[id(p)] for p in own),
-            split_parameters=sum(p.numel() for p in own if self._parameters[id(p)][1] and not self._parameters[id(p)][2]),
+            split_parameters=sum(
+                p.numel() for p in own if self._parameters[id(p)][1] and not self._parameters[id(p)][2]
+            ),
             largest=max((p.numel() for p in own), default=0),
         )
 
@@ -522,7 +526,7 @@ def _experts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fairlead_planning.layouts import Checkpointing
@@ -30,7 +31,7 @@ def with_rows(one: Profile, two: Profile, rows: int) -> Profile:
                 bytes=at(a.bytes, b.bytes),
                 shape=None
                 if a.shape is None or b.shape is None
-                else tuple(round(at(x, y)) for x, y in zip(a.shape, b.shape, strict=True)),
+                else _shape(round(at(x, y)) for x, y in zip(a.shape, b.shape, strict=True)),
             )
             for a, b in zip(one.kernels, two.kernels, strict=True)
         )
@@ -55,6 +56,11 @@ def with_rows(one: Profile, two: Profile, rows: int) -> Profile:
         tokens=round(one.tokens * rows / one.rows),
         width_bytes=one.width_bytes * rows / one.rows,
     )
+
+
+def _shape(sizes: Iterable[int]) -> tuple[int, int, int, int]:
+    batch, m, n, k = sizes
+    return batch, m, n, k
 
 
 def checkpointed(profile: Profile, mode: Checkpointing) -> Profile:

@@ -149,7 +149,7 @@ class _Checked:
             raise ConfigError(
                 f"{inside!r} is an expert's, and sequence_parallel splits the tokens that choose it",
                 where="plan, sequence_parallel",
-                why="on each rank other tokens choose an expert, in other numbers, and what the ranks gather does not fit",
+                why="on each rank other tokens choose an expert, and in other numbers: what is gathered does not fit",
                 fix="leave sequence_parallel out, or leave experts whole: do not name them in the plan",
             )
         heads = [n for n in plan.named("vocab") if plans.is_linear(module.get_submodule(n))]
