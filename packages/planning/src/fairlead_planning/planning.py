@@ -14,7 +14,7 @@ from fairlead_planning.goodput import GoodputForecast, goodput_forecast
 from fairlead_planning.job import Planned, planned_work
 from fairlead_planning.layouts import Layout
 from fairlead_planning.memory import MemoryUse, as_dict
-from fairlead_planning.search import GIB, Candidate, Search, search
+from fairlead_planning.search import GIB, Candidate, Search, kind, search
 from fairlead_planning.step_time import StepTime
 from fairlead_planning.trace import Work
 from fairlead_runs.checkpoint_interval import Measured
@@ -160,6 +160,9 @@ class Plan:
         yield f"{job.name}: {_count(job.profile.parameters)} parameters, {job.precision}, on {where}"
         length = job.divisible.length
         tokens = f" of {length:,} tokens" if length > 1 else ""
+        states = sum(one.bytes for one in job.profile.storages if one.kind == "optimizer")
+        held = sum(unit.parameter_bytes for unit in job.profile.units)
+        yield f"parameters {held / 1e9:.1f} GB, states of the optimizer {states / 1e9:.1f} GB, before they are shared out"
         yield f"a step: {self.global_batch:,} samples{tokens}" + (
             f"; {self.steps:,} steps in all" if self.steps is not None else ""
         )
@@ -169,6 +172,7 @@ class Plan:
         for number, one in enumerate(self.found.candidates[:shown], 1):
             yield from self._candidate(number, one, length)
             yield ""
+        yield from self._kinds()
         left = len(self.found.candidates) - shown
         if left > 0:
             yield f"{left:,} slower ones fit too: --top N shows more"
@@ -177,6 +181,26 @@ class Plan:
         if self.goodput is not None:
             yield ""
             yield from self.goodput.lines()
+
+    def kinds(self) -> dict[str, Candidate | float]:
+        """Of each kind of layout the fastest; of one of which none fits, how many bytes are missing."""
+        found: dict[str, Candidate | float] = {}
+        for one in self.found.candidates:
+            found.setdefault(kind(one.layout), one)
+        return found | {name: size for name, size in self.found.lacking.items() if name not in found}
+
+    def _kinds(self) -> Iterator[str]:
+        kinds = self.kinds()
+        wide = max(map(len, kinds), default=0)
+        yield f"{'the best of each kind':<{max(wide, 21)}}  {'step':>8}  {'GiB':>6}  communication, not hidden"
+        for name, one in kinds.items():
+            if isinstance(one, float):
+                yield f"{name:<{max(wide, 21)}}  does not fit: lacks {one / GIB:.3g} GiB"
+            else:
+                sent = ", ".join(f"{what} {_seconds(value)}" for what, value in one.time.communication.items() if value)
+                step, memory = _seconds(one.time.seconds), f"{one.fullest.total / GIB:.3g}"
+                yield f"{name:<{max(wide, 21)}}  {step:>8}  {memory:>6}  {sent or 'none'}"
+        yield ""
 
     def _candidate(self, number: int, one: Candidate, length: int) -> Iterator[str]:
         time, use = one.time, one.fullest

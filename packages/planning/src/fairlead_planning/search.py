@@ -49,6 +49,7 @@ class Search:
         tried: How many layouts.
         unfit: How many need more memory than there is.
         nearest: Of those the one that lacks least, and how many bytes.
+        lacking: For each kind of layout (`kind`) how many bytes the one lacks that is nearest to fit.
         refused: Of what cannot be laid out at all: why, and how many layouts it would have been.
     """
 
@@ -58,6 +59,7 @@ class Search:
     unfit: int = 0
     nearest: tuple[Layout, float] | None = None
     refused: Counter[str] = field(default_factory=Counter)
+    lacking: dict[str, float] = field(default_factory=dict)
 
 
 def search(
@@ -98,6 +100,8 @@ def search(
                 if lacking > 0:  # so do those of larger micro-batches
                     found.tried += len(family) - number - 1
                     found.unfit += len(family) - number
+                    name = kind(layout)
+                    found.lacking[name] = min(lacking, found.lacking.get(name, lacking))
                     if found.nearest is None or lacking < found.nearest[1]:
                         found.nearest = layout, lacking
                     break
@@ -121,6 +125,21 @@ def search(
     ranked = sorted(best.values(), key=rank)
     found.candidates = [replace(one, memory=tuple(model.use(one.layout))) for one in ranked]
     return found
+
+
+def kind(layout: Layout) -> str:
+    """What a layout does with the model, in a word: `ddp`, `fsdp2`, `tensor`, `pipeline`, `hybrid`, ...
+
+    Example:
+        >>> kind(Layout("hybrid", Mesh(shard=4, tensor=2))), kind(Layout("hybrid", Mesh(pipeline=2, tensor=2)))
+        ('tensor', 'hybrid')
+    """
+    if layout.strategy != "hybrid":
+        return layout.strategy + (" offload" if layout.offload and layout.strategy == "fsdp2" else "")
+    split = [name for name in ("pipeline", "tensor", "context", "expert") if getattr(layout.mesh, name) > 1]
+    if not split:
+        return "hsdp"
+    return split[0] if len(split) == 1 else "hybrid"
 
 
 class _Timers:
