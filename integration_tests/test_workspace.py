@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 EXTRAS = (
     "check torch huggingface lightning slurm lsf kubeflow mpi xla deepspeed bitsandbytes torchao transformer-engine "
-    "remote wandb tensorboard mlflow onnx prometheus otel new report all"
+    "remote wandb tensorboard mlflow onnx plan prometheus otel new report all"
 )
 
 

@@ -50,7 +50,7 @@ def first(made: Plan) -> str:
     return made.best.layout.strategy
 
 
-# What document C recommends, asked of the prediction (R20).
+# What document C recommends, asked of the prediction.
 
 
 def test_what_fits_one_gpu_is_copied() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from fairlead_runs.predicted import write_plan
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """0: something fits. An error says what is missing."""
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # nothing of this needs a GPU that somebody else may be using
     loaded = load_requested(arguments, session)
     raise_errors(loaded.findings)
     job = loaded.job
