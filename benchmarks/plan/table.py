@@ -38,10 +38,10 @@ HEAD = """# How wrong a plan is
 
 `fairlead plan` beside published training runs: {rows} rows of {sources} sources (`benchmarks/plan/published.csv`, with
 the page that each is from). `nox -s plan-table` writes this page; `nox -s plan-table -- FILE.csv` prints the same
-tables of another file with the same columns. Each row's model is built as a plain module without data, traced as a user's job
-is, and laid out as the row says; no number belongs to a row, and the {numbers} numbers of the calibration
-(`fairlead_planning/calibration.json`, each with its meaning, and what was assumed of it before any row was read) are
-fitted to *other* rows than those that a table shows.
+tables of another file with the same columns. Each row's model is built as a plain module without data, traced as a
+user's job is, and laid out as the row says; no number belongs to a row. The {numbers} numbers of the calibration
+(`fairlead_planning/calibration.json`: each with its meaning, and what was assumed of it beforehand) are fitted to
+*other* rows than those that a table shows.
 
 The baseline is a constant TFLOP/s for each device and number format, fitted to the same rows as the calibration; of a
 device that these do not have, the same part of its peak as the others reach.
@@ -209,7 +209,9 @@ def ranking(errors: Errors, ours: Array) -> str:
     text = "| job | layouts | predicted fastest | slower than the best by |\n|---|---|---|---|\n"
     for which in several_layouts(errors):
         one, loss = choice(errors, ours, which)
-        name = f"{one.model}, {one.layout.devices} x {one.family}, {one.products or 'bfloat16'}, {one.sequence} positions"
+        name = (
+            f"{one.model}, {one.layout.devices} x {one.family}, {one.products or 'bfloat16'}, {one.sequence} positions"
+        )
         layouts = len({errors.rows[i].layout for i in which})
         text += f"| {name} | {layouts} | {described(one)} | {percent(loss)} |\n"
     lost = losses(errors, ours)
