@@ -260,9 +260,7 @@ def fit(
         robust = weight / np.sqrt(1 + (residual / (1.5 * ERROR)) ** 2) ** 0.5 / ERROR
         scaled = slopes * robust[:, None]
         known = np.diag(1 / spread**2)
-        change = -np.linalg.solve(
-            scaled.T @ scaled + known, scaled.T @ (residual * robust) + (at - start) / spread**2
-        )
+        change = -np.linalg.solve(scaled.T @ scaled + known, scaled.T @ (residual * robust) + (at - start) / spread**2)
         at = at + np.clip(change, -0.4, 0.4)
         now = logs(at, everything)
         if say:

@@ -291,6 +291,12 @@ def other(path: Path) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def columns(path: Path) -> set[str]:
+    """The names of a file's columns."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return set(csv.DictReader(file).fieldnames or ())
+
+
 def main() -> int:
     """Writes the page, or prints the tables of another file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -301,12 +307,9 @@ def main() -> int:
         given.out.write_text(page(), encoding="utf-8")
         print(given.out)
         return 0
-    with given.file.open(encoding="utf-8", newline="") as file:
-        if missing := set(next(csv.reader(PUBLISHED.open(encoding="utf-8")))) - set(
-            csv.DictReader(file).fieldnames or ()
-        ):
-            print(f"{given.file} has no column {', '.join(sorted(missing))}", file=sys.stderr)
-            return 2
+    if missing := columns(PUBLISHED) - columns(given.file):
+        print(f"{given.file} has no column {', '.join(sorted(missing))}", file=sys.stderr)
+        return 2
     print(other(given.file), end="")
     return 0
 
