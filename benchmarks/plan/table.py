@@ -234,7 +234,7 @@ def memory_gib(row: Row) -> float:
     tokens = torch.zeros(row.layout.micro_batch, row.sequence, dtype=torch.long)
     for layers in (2, 3):
         build = partial(Decoder, replace(row.config, layers=layers))
-        profile = trace(Work(build, (tokens, tokens), lambda model, batch: model(*batch), precision="bf16-cast"))
+        profile = trace(Work(build, (tokens, tokens), lambda model, batch: model(*batch), precision="bf16-mixed"))
         sizes.append(fullest(memory(checkpointed(profile, row.layout.checkpointing), row.layout)).total / 2**30)
     return sizes[0] + (row.config.layers - 2) * (sizes[1] - sizes[0])
 

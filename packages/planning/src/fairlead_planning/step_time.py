@@ -103,7 +103,7 @@ def _reduce(profile: Profile) -> _Kernels:
         if kernel.phase == "optimizer":
             continue
         phase = FORWARD if kernel.phase == "forward" else BACKWARD
-        key = (kernel.kind, phase, kernel.dtype, kernel.shape, kernel.flops, kernel.bytes, kernel.split,
+        key = (kernel.kind, phase, _computes_in(kernel), kernel.shape, kernel.flops, kernel.bytes, kernel.split,
                _sequence(kernel), kernel.expert, kernel.again, kernel.name == CAST)  # fmt: skip
         place = index.setdefault(key, len(index))
         if place == len(kept):
@@ -124,7 +124,7 @@ def _reduce(profile: Profile) -> _Kernels:
                 counts[sort, phase, place] = count
     return _Kernels(
         np.array([_KINDS.index(k.kind) for k in kept]),
-        tuple(k.dtype for k in kept),
+        tuple(_computes_in(k) for k in kept),
         np.array([k.flops if k.kind != "other" else 0.0 for k in kept]),
         np.array([k.bytes for k in kept]),
         shapes,
@@ -138,6 +138,11 @@ def _reduce(profile: Profile) -> _Kernels:
         counts,
         np.array(of),
     )
+
+
+def _computes_in(kernel: Kernel) -> str:
+    """Convolutions of float32 are in TF32 on devices that have it, unless a job forbids it; products are not."""
+    return "tfloat32" if "convolution" in kernel.name and kernel.dtype == "float32" else kernel.dtype
 
 
 def _sequence(kernel: Kernel) -> bool:
