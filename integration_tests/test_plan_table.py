@@ -51,7 +51,11 @@ def test_one_layer_of_each_kind_repeated_is_as_fast_as_the_model_traced_as_a_who
 ) -> None:
     tokens = torch.zeros(2, 128, dtype=torch.long)
     work = Work(
-        lambda: Decoder(config), (tokens, tokens), lambda model, batch: model(*batch), precision="bf16-cast", plan=plan_of
+        lambda: Decoder(config),
+        (tokens, tokens),
+        lambda model, batch: model(*batch),
+        precision="bf16-cast",
+        plan=plan_of,
     )
     whole, parts = trace(work), traced(config, 2, 128, "none", "bf16-cast")
     assert parts.parameters == whole.parameters

@@ -224,7 +224,8 @@ class Mamba(nn.Module):
         rows, length, _ = x.shape
         z, mixed, step = torch.split(self.into(x), list(self.sizes), -1)
         mixed = functional.silu(self.conv(mixed.transpose(1, 2))[..., :length]).transpose(1, 2)
-        inner, b, c = mixed.split((self.sizes[0], self.groups * self.state, self.groups * self.state), -1)
+        shared = self.groups * self.state
+        inner, b, c = torch.split(mixed, [self.sizes[0], shared, shared], -1)
         each, per = rows * length // self.chunk, self.heads // self.groups
         b, c = (part.reshape(each * self.groups, self.chunk, self.state) for part in (b, c))
         inner = inner.reshape(each * self.groups, self.chunk, per * self.width)

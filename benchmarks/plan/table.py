@@ -38,10 +38,10 @@ HEAD = """# How wrong a plan is
 
 `fairlead plan` beside published training runs: {rows} rows of {sources} sources (`benchmarks/plan/published.csv`, with
 the page that each is from). `nox -s plan-table` writes this page; `nox -s plan-table -- FILE.csv` prints the same
-tables of another file with the same columns. Each row's model is built as a plain module without data, traced as a user's job
-is, and laid out as the row says; no number belongs to a row, and the {numbers} numbers of the calibration
-(`fairlead_planning/calibration.json`, each with its meaning, and what was assumed of it before any row was read) are
-fitted to *other* rows than those that a table shows.
+tables of another file with the same columns. Each row's model is built as a plain module without data, traced as a
+user's job is, and laid out as the row says; no number belongs to a row. The {numbers} numbers of the calibration
+(`fairlead_planning/calibration.json`: each with its meaning, and what was assumed of it beforehand) are fitted to
+*other* rows than those that a table shows.
 
 The baseline is a constant TFLOP/s for each device and number format, fitted to the same rows as the calibration; of a
 device that these do not have, the same part of its peak as the others reach.
@@ -209,7 +209,9 @@ def ranking(errors: Errors, ours: Array) -> str:
     text = "| job | layouts | predicted fastest | slower than the best by |\n|---|---|---|---|\n"
     for which in several_layouts(errors):
         one, loss = choice(errors, ours, which)
-        name = f"{one.model}, {one.layout.devices} x {one.family}, {one.products or 'bfloat16'}, {one.sequence} positions"
+        name = (
+            f"{one.model}, {one.layout.devices} x {one.family}, {one.products or 'bfloat16'}, {one.sequence} positions"
+        )
         layouts = len({errors.rows[i].layout for i in which})
         text += f"| {name} | {layouts} | {described(one)} | {percent(loss)} |\n"
     lost = losses(errors, ours)
@@ -232,7 +234,7 @@ def memory_gib(row: Row) -> float:
     tokens = torch.zeros(row.layout.micro_batch, row.sequence, dtype=torch.long)
     for layers in (2, 3):
         build = partial(Decoder, replace(row.config, layers=layers))
-        profile = trace(Work(build, (tokens, tokens), lambda model, batch: model(*batch), precision="bf16-cast"))
+        profile = trace(Work(build, (tokens, tokens), lambda model, batch: model(*batch), precision="bf16-mixed"))
         sizes.append(fullest(memory(checkpointed(profile, row.layout.checkpointing), row.layout)).total / 2**30)
     return sizes[0] + (row.config.layers - 2) * (sizes[1] - sizes[0])
 
@@ -289,6 +291,12 @@ def other(path: Path) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def columns(path: Path) -> set[str]:
+    """The names of a file's columns."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return set(csv.DictReader(file).fieldnames or ())
+
+
 def main() -> int:
     """Writes the page, or prints the tables of another file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,12 +307,9 @@ def main() -> int:
         given.out.write_text(page(), encoding="utf-8")
         print(given.out)
         return 0
-    with given.file.open(encoding="utf-8", newline="") as file:
-        if missing := set(next(csv.reader(PUBLISHED.open(encoding="utf-8")))) - set(
-            csv.DictReader(file).fieldnames or ()
-        ):
-            print(f"{given.file} has no column {', '.join(sorted(missing))}", file=sys.stderr)
-            return 2
+    if missing := columns(PUBLISHED) - columns(given.file):
+        print(f"{given.file} has no column {', '.join(sorted(missing))}", file=sys.stderr)
+        return 2
     print(other(given.file), end="")
     return 0
 

@@ -55,6 +55,14 @@ def test_each_device_agrees_with_the_table_of_models_and_has_networks_and_a_sour
         assert ("float8" in facts.peak) == model.fp8
 
 
+def test_a_format_that_a_device_lacks_is_computed_in_the_next_wider_one() -> None:
+    a100, v100, cpu = (device_facts(name) for name in ("a100", "v100", "cpu"))
+    assert a100.peak_of("float8_e4m3fn") == a100.peak_of("bfloat16") == 312
+    assert v100.peak_of("bfloat16") == v100.peak_of("float16") == 125
+    assert (a100.peak_of("tfloat32"), v100.peak_of("tfloat32")) == (156, v100.peak_of("float32"))
+    assert cpu.peak_of("tfloat32") == cpu.peak_of("float32")
+
+
 def test_a_cluster_has_what_is_usual_for_its_devices_unless_it_is_given() -> None:
     usual = Cluster.of("gb200")
     assert (usual.node, usual.domain) == (4, 72)

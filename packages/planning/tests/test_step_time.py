@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 @cache
 def profile(rows: int = 4) -> Profile:
-    plan = {}
+    plan: dict[str, str] = {}
     for number in range(LAYERS):
         plan |= {f"blocks.{number}.{name}": "colwise" for name in ("qkv", "up")}
         plan |= {f"blocks.{number}.{name}": "rowwise" for name in ("out", "down")}
@@ -123,7 +123,9 @@ def test_a_pipeline_waits_as_its_schedule_says() -> None:
     laps = timer().time(replace(base, schedule="interleaved_1f1b", stages_per_rank=2))
     empty = bubble_fraction(4, 8)
     mean = found.bubble * (1 - empty) / empty
-    assert 0.7 * found.compute < mean <= found.compute, "stages are not of equal length: the slowest computes, the mean waits"
+    assert 0.7 * found.compute < mean <= found.compute, (
+        "stages are not of equal length: the slowest computes, the mean waits"
+    )
     assert plenty.bubble == pytest.approx(found.bubble)
     assert laps.bubble < 0.6 * found.bubble
 

@@ -71,7 +71,18 @@ class Calibration:
     communication: Measured = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> float:
-        if name in ("depth", "wave", "kernel_us", "hop_us", "contention", "jitter", "host_gb_s", "power", "grouped", "all_to_all"):
+        if name in (
+            "depth",
+            "wave",
+            "kernel_us",
+            "hop_us",
+            "contention",
+            "jitter",
+            "host_gb_s",
+            "power",
+            "grouped",
+            "all_to_all",
+        ):
             return self.numbers[name]
         raise AttributeError(name)
 

@@ -101,7 +101,6 @@ class Collectives:
         twice = 2 if operation == "all_reduce" else 1
         return twice * (moved + latency * 1e-6)
 
-
     def dispatch(self, size: float, copies: int, group: Group, *, once: bool, reached: float = 1.0) -> float:
         """Seconds in which tokens reach their experts.
 

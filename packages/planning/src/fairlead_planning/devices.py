@@ -18,7 +18,7 @@ from fairlead.errors import ConfigError, did_you_mean
 from fairlead_runs.device_models import find_device
 
 DTYPES: Final = ("float32", "float16", "bfloat16", "float8", "float4")
-_ALIKE: Final = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float64": "float32", "tfloat32": "float32"}
+_ALIKE: Final = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float64": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class Device:
     def peak_of(self, dtype: str) -> float:
         """TFLOP/s in a number format, or in the next wider one that the device has."""
         dtype = _ALIKE.get(dtype, dtype)
+        if dtype == "tfloat32":
+            return self.peak["bfloat16"] / 2 if self.model and "bfloat16" in self.peak else self.peak["float32"]
         order = {"float4": ("float4", "float8", "bfloat16"), "float8": ("float8", "bfloat16", "float16")}
         wider = order.get(dtype, (dtype, "float16" if dtype == "bfloat16" else "float32"))
         return next((self.peak[one] for one in wider if one in self.peak), self.peak["float32"])

@@ -103,7 +103,7 @@ def _reduce(profile: Profile) -> _Kernels:
         if kernel.phase == "optimizer":
             continue
         phase = FORWARD if kernel.phase == "forward" else BACKWARD
-        key = (kernel.kind, phase, kernel.dtype, kernel.shape, kernel.flops, kernel.bytes, kernel.split,
+        key = (kernel.kind, phase, _computes_in(kernel), kernel.shape, kernel.flops, kernel.bytes, kernel.split,
                _sequence(kernel), kernel.expert, kernel.again, kernel.name == CAST)  # fmt: skip
         place = index.setdefault(key, len(index))
         if place == len(kept):
@@ -124,7 +124,7 @@ def _reduce(profile: Profile) -> _Kernels:
                 counts[sort, phase, place] = count
     return _Kernels(
         np.array([_KINDS.index(k.kind) for k in kept]),
-        tuple(k.dtype for k in kept),
+        tuple(_computes_in(k) for k in kept),
         np.array([k.flops if k.kind != "other" else 0.0 for k in kept]),
         np.array([k.bytes for k in kept]),
         shapes,
@@ -138,6 +138,11 @@ def _reduce(profile: Profile) -> _Kernels:
         counts,
         np.array(of),
     )
+
+
+def _computes_in(kernel: Kernel) -> str:
+    """Convolutions of float32 are in TF32 on devices that have it, unless a job forbids it; products are not."""
+    return "tfloat32" if "convolution" in kernel.name and kernel.dtype == "float32" else kernel.dtype
 
 
 def _sequence(kernel: Kernel) -> bool:
@@ -196,6 +201,10 @@ class StepTimer:
             ]
         self._peak = 1e12 * np.array([cluster.device.peak_of(dtype) for dtype in self._dtypes])
         self._element = np.array([_BYTES.get(dtype, 2) for dtype in self._dtypes], dtype=float)
+        batch, m, n, k = one.shape.astype(float).T
+        # A convolution reads less than the product that it is: its columns overlap.
+        whole = np.maximum(1.0, batch * (m * k + k * n + m * n) * np.array([_BYTES.get(name, 2) for name in one.dtype]))
+        self._read = np.minimum(1.0, one.bytes / whole)
         # A row of `counts` stands for one unit of that sort: weighed by how many there are.
         passes = np.tensordot(np.bincount(one.sorts, minlength=len(one.counts)).astype(float), one.counts, 1)
         main = Counter[str]()
@@ -232,7 +241,8 @@ class StepTimer:
             reached[key] = calibration.fraction(_KINDS[kind], dtype, device, self.stack, backward=bool(backward))
         fractions = [reached[key] for key in zip(one.kind, self._dtypes, one.backward, strict=True)]
         self._rate = self._peak * np.array(fractions)
-        self._rate = np.where(one.expert & (one.kind == 0), self._rate * calibration.grouped, self._rate)
+        grouped = one.expert & (one.kind == 0) & (one.shape[:, 0] > 1)  # one product for all experts
+        self._rate = np.where(grouped, self._rate * calibration.grouped, self._rate)
         self._bandwidth = device.bandwidth_gb_s * 1e9 * calibration.memory_fraction(device)
 
     def _split_blocks(self) -> Array:
@@ -251,11 +261,15 @@ class StepTimer:
         return runs
 
     def _dispatched(self) -> Array:
-        """For each part how many tokens its experts are sent in a micro-batch."""
-        sent = np.zeros(len(self.profile.units) + 1)
+        """For each part how many tokens its experts are sent in a micro-batch, each as often as it has experts."""
+        sums: dict[int, Counter[tuple[int, int]]] = {}
         for kernel in self.profile.kernels:
             if kernel.expert and kernel.phase == "forward" and kernel.shape is not None and kernel.kind == "matmul":
-                sent[kernel.unit + 1] = max(sent[kernel.unit + 1], kernel.shape[0] * kernel.shape[1])
+                batch, m, n, k = kernel.shape
+                sums.setdefault(kernel.unit + 1, Counter())[n, k] += batch * m
+        sent = np.zeros(len(self.profile.units) + 1)
+        for part, by_shape in sums.items():  # a gate has the shape of its neighbour: the fewest count each token once
+            sent[part] = min(by_shape.values())
         return sent
 
     def parts(self, layout: Layout) -> tuple[Array, Array, Array]:
@@ -284,7 +298,7 @@ class StepTimer:
         batch, m, n, k = shape.T
         traffic = one.bytes * np.where(one.cast, 1.0, less) / split
         element = self._element
-        own = batch * (m * k + k * n + m * n) * 2
+        own = batch * (m * k + k * n + m * n) * 2 * self._read
         cast = np.where(self._narrow, batch * (m * k + k * n) * (2 + element) * self.stack.cast, 0.0)
         traffic = np.where(product, own * element / 2, traffic * np.where(one.kind == 2, self.stack.traffic, 1.0))
         arithmetic = flops / self._rate
@@ -318,7 +332,7 @@ class StepTimer:
             empty = bubble_fraction(ranks, micro, 1 if layout.schedule in ("gpipe", "1f1b") else laps)
             if layout.schedule.endswith("zero_bubble"):
                 empty *= 0.5 if layout.schedule.startswith("interleaved") else 0.25
-            bubble = mean * micro * empty / (1 - empty) + 0.0
+            bubble = mean * micro * empty / (1 - empty)
             pipeline = self._sends(layout) * micro
         compute = float((share @ parts).sum())
         sent = {name: float((share @ value).sum()) * micro for name, value in inside.items()}
@@ -409,11 +423,11 @@ class StepTimer:
         tokens = self.profile.tokens * layout.micro_batch / self.profile.rows / layout.mesh.context
         if layout.sequence:
             tokens /= layout.mesh.tensor
-        size = tokens * self.profile.width_bytes / self.profile.tokens
+        sent = tokens * self.profile.width_bytes / self.profile.tokens
         reached = self.calibration.all_to_all
         for part in np.flatnonzero(self._sent_tokens):
             copies = max(1, round(self._sent_tokens[part] / self.profile.tokens))
-            zeros[part] = 2 * self.collectives.dispatch(size, copies, group, once=self.stack.once, reached=reached)
+            zeros[part] = 2 * self.collectives.dispatch(sent, copies, group, once=self.stack.once, reached=reached)
         return zeros * self.stack.exposed_expert
 
     def _stage(self, seconds: Array, ranks: int, laps: int) -> Array:
@@ -525,14 +539,13 @@ class StepTimer:
         plain, experts = self._held(layout)
         held = share[1:].copy()
         held[0] = max(share[_FRONT], share[_BACK])
-        parameters = float(((plain + experts) * held * self._trainable).sum())
-        shards = 1
-        if layout.sharding != "none":
-            shards = mesh.shard * mesh.context
+        shards = mesh.shard * mesh.context if layout.sharding != "none" else 1
+        own = plain / shards + experts / max(1, shards // mesh.expert)
+        parameters = float((own * held * self._trainable).sum())
         of_all = max(1.0, float((self._trainable * (self._plain + self._experts)).sum()))
         each = self._optimizer_bytes / of_all if self._optimizer_bytes else 30.0
         rate = self._bandwidth if not layout.offload else self.calibration.host_gb_s * 1e9
-        return parameters / shards * each / rate
+        return parameters * each / rate
 
 
 def _cut(costs: Array, stages: int) -> npt.NDArray[np.int64]:
