@@ -77,7 +77,7 @@ def remedies(model: MemoryModel, layout: Layout, *, divisible: bool = True) -> l
     if not layout.offload:
         tried("the optimizer and its states on the host (offload)", replace(layout, offload=True))
     found.sort(key=lambda each: -each.saves)
-    if len(words) > 1:
+    if len(words) > 1 and fullest(model.use(together)).total < min(each.bytes for each in found):
         tried(f"together: {', '.join(words)}", together)
     return found
 
