@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from fairlead.cli import main
+from fairlead_planning.calibration import from_file, shipped
+from fairlead_planning.devices import device_facts
 from fairlead_runs import RunDirectory, fingerprint
 from fairlead_runs.predicted import compare, read_plan, write_plan
 from integration_tests.made_run import EPOCH, make_run
@@ -97,6 +99,21 @@ def test_the_report_shows_both_and_records_the_pair_where_it_may(
     (row,) = content["runs"]
     assert row["predicted"]["exposed_communication_s"] == 0.002
     assert row["measured"]["communication"] == pytest.approx(0.03, rel=0.03)
+
+
+def test_a_recorded_run_makes_the_kernels_of_the_next_plan_slower(run: Path, tmp_path: Path) -> None:
+    """It took twice the compute that was planned; what the next plan had right stays right."""
+    device, before = device_facts("h100"), shipped()
+    stack = before.stack("eager")
+    for planned_s, earlier in ((0.025, 1.0), (0.05, 0.5)):  # the second plan had heard of the first run
+        figures = {**EXACT, "compute_s": planned_s}
+        write_plan(run, figures, device="h100", layout={}, ranks=4, rates=earlier)
+        assert reported(tmp_path, "lm", "--record", "here.json") == 0
+        after = from_file(tmp_path / "here.json", device)
+        for kind in ("matmul", "attention"):
+            fractions = [one.fraction(kind, "bfloat16", device, stack, backward=False) for one in (before, after)]
+            assert fractions[1] == pytest.approx(fractions[0] / 2, rel=0.03)
+        assert after.memory_fraction(device) == pytest.approx(before.memory_fraction(device) / 2, rel=0.03)
 
 
 def test_what_cannot_be_compared_says_why(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

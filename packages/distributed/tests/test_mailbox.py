@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from fairlead_distributed import bind_listener, tcp_store
 from fairlead_runs.mailbox import Mailbox, StoreMailbox
 
 
@@ -35,3 +36,17 @@ def test_several_ranks_meet() -> None:
     assert first.get("verdict", 0.01) == "stop"
     first.put_all(["wake/0", "wake/1"])
     assert second.has("wake/1")
+
+
+def test_a_wait_of_no_time_only_looks(server: dist.TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch warns of each wait that ends without a key, and asks a name server for the names in it: for seconds."""
+    mailbox = StoreMailbox(server, 0, 1)
+    assert not mailbox.wait("later", 0)
+    mailbox.put("later")
+    assert mailbox.wait("later", 0)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return tcp_store(bind_listener([0], "127.0.0.1"))

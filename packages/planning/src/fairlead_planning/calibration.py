@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -156,6 +157,8 @@ def shipped() -> Calibration:
 def from_file(path: Path, device: Device, base: Calibration | None = None) -> Calibration:
     """The calibration that `fairlead bench gemm` and `bench comm` wrote, with the shipped numbers for what it lacks.
 
+    Runs that `fairlead report --record` added make all kernels faster or slower, by the median of their compute.
+
     Args:
         path: A JSON object; `device` is the name of what was measured.
         device: What is planned for.
@@ -190,6 +193,12 @@ def from_file(path: Path, device: Device, base: Calibration | None = None) -> Ca
     if launch := found.get("launch_us"):
         for name in ("eager", "triton"):
             numbers[f"stack.{name}.launch_us"] = float(launch)
+    if rates := [float(row["rates"]) for row in found.get("runs", ()) if row.get("rates")]:
+        faster = numbers["measured rates"] = statistics.median(rates)
+        for name in numbers:
+            kind = name.removeprefix("measured ").partition(".")[0]
+            if kind in ("matmul", "attention", "memory") and name != "attention.backward":
+                numbers[name] *= faster
     communication = measured_from(found["communication"]) if found.get("communication") else base.communication
     return Calibration(numbers, communication)
 

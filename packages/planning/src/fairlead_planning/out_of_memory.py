@@ -18,6 +18,7 @@ from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPStrategyConfig
 from fairlead_strategies.layout import Layout as Mesh
 from fairlead_strategies.mesh.config import MeshStrategyConfig
+from fairlead_strategies.pipeline.config import PipelineFields
 
 _WORTH: Final = 0.02
 """What saves less than this share is not named."""
@@ -76,7 +77,7 @@ def remedies(model: MemoryModel, layout: Layout, *, divisible: bool = True) -> l
     if not layout.offload:
         tried("the optimizer and its states on the host (offload)", replace(layout, offload=True))
     found.sort(key=lambda each: -each.saves)
-    if len(words) > 1:
+    if len(words) > 1 and fullest(model.use(together)).total < min(each.bytes for each in found):
         tried(f"together: {', '.join(words)}", together)
     return found
 
@@ -125,24 +126,61 @@ def of_job(loaded: LoadedJob, resolution: Resolution) -> Iterator[str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     job = planned_job(loaded, device)
     accumulation = resolution.trainer.accumulate_grad_batches
-    layout = layout_of(resolution.strategy, resolution.world_size, max(1, job.samples // accumulation))
+    layout = layout_of(resolution.strategy, resolution.world_size, max(1, job.samples // accumulation), accumulation)
     capacity = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
     model = MemoryModel(job.profile, job.wider, device)
-    yield from advice(model, replace(layout, accumulation=accumulation), capacity, divisible=job.wider is not None)
+    yield from advice(model, layout, capacity, divisible=job.wider is not None)
 
 
-def layout_of(strategy: StrategyConfigBase | None, ranks: int, micro_batch: int) -> Layout:
-    """How a strategy of a job file lays the job out on so many ranks."""
-    one = Layout("single_device" if strategy is None else strategy.name, micro_batch=micro_batch)
+def layout_of(strategy: StrategyConfigBase | None, ranks: int, batch: int, accumulation: int = 1) -> Layout:
+    """How a strategy of a job file lays the job out on so many ranks.
+
+    Args:
+        strategy: None: one of its own for each device, as DDP.
+        ranks: How many.
+        batch: Samples of a rank's loader.
+        accumulation: Batches of one optimizer step.
+    """
+    one = Layout("single_device" if strategy is None else strategy.name, micro_batch=batch, accumulation=accumulation)
     if isinstance(strategy, MeshStrategyConfig):
         mesh = strategy.layout(ranks)
-        return replace(one, mesh=mesh, sharding="full" if mesh.shard > 1 else "none")
+        shards = mesh.shard > 1
+        keeps = shards and getattr(strategy, "reshard_after_forward", True) is False
+        one = replace(
+            one,
+            mesh=mesh,
+            sharding="gradients" if keeps else "full" if shards else "none",
+            checkpointing="full" if getattr(strategy, "activation_checkpointing", None) else "none",
+            cast=shards and bool(getattr(strategy, "mixed_precision", None)),
+            offload=bool(getattr(strategy, "cpu_offload", False)),
+            sequence=bool(getattr(strategy, "sequence_parallel", False)),
+        )
+        if isinstance(strategy, PipelineFields) and mesh.pipeline > 1:
+            most = 4 * mesh.pipeline if strategy.micro_batches == "auto" else strategy.micro_batches
+            parts = next(n for n in range(min(batch, most), 0, -1) if batch % n == 0)
+            several = strategy.schedule not in ("gpipe", "1f1b")
+            each = 1 + several if strategy.stages_per_rank == "auto" else strategy.stages_per_rank
+            one = replace(one, micro_batch=batch // parts, accumulation=parts * accumulation)
+            one = replace(one, schedule=strategy.schedule, stages_per_rank=each)
+        return one
     if isinstance(strategy, FSDPStrategyConfig):
-        sharding = _FSDP[strategy.sharding_strategy]
-        return replace(one, mesh=Mesh(shard=ranks), sharding=sharding, offload=strategy.cpu_offload)
+        return replace(
+            one,
+            mesh=Mesh(shard=ranks),
+            sharding=_FSDP[strategy.sharding_strategy],
+            checkpointing="full" if strategy.activation_checkpointing_policy else "none",
+            whole=strategy.auto_wrap_policy is None,
+            cast=strategy.mixed_precision is not None,
+            offload=strategy.cpu_offload,
+        )
     if isinstance(strategy, DeepSpeedStrategyConfig):
-        sharding = _STAGES[strategy.stage or 0]
-        return replace(one, mesh=Mesh(shard=ranks), sharding=sharding, offload=strategy.offload_optimizer)
+        return replace(
+            one,
+            mesh=Mesh(shard=ranks),
+            sharding=_STAGES[strategy.stage or 0],
+            bucket=strategy.reduce_bucket_size,
+            offload=strategy.offload_optimizer,
+        )
     return replace(one, mesh=Mesh(replicate=ranks))
 
 

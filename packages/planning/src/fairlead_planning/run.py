@@ -16,7 +16,7 @@ from fairlead.errors import ConfigError, did_you_mean
 from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob
 from fairlead.overrides import apply_override
-from fairlead_planning.calibration import from_file
+from fairlead_planning.calibration import Calibration, from_file
 from fairlead_planning.job import planned_job
 from fairlead_planning.planning import STRATEGIES, Machines, Plan, plan, settings_of, title
 from fairlead_runs.checkpoint_interval import measured
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         for line in made.lines(arguments.top):
             session.print(line)
     if target is not None:
-        _write(made, loaded, arguments.choose, target, place, session)
+        _write(made, loaded, arguments.choose, target, place, session, calibration)
     return 0
 
 
@@ -84,7 +84,15 @@ def _machines(arguments: argparse.Namespace, resources: ResourcesConfig | None) 
     return Machines.of(each, nodes=arguments.nodes or resources.nodes, network=arguments.network)
 
 
-def _write(made: Plan, loaded: LoadedJob, number: int, target: Path, place: Path, session: Session) -> None:
+def _write(
+    made: Plan,
+    loaded: LoadedJob,
+    number: int,
+    target: Path,
+    place: Path,
+    session: Session,
+    calibration: Calibration | None,
+) -> None:
     """The job with a layout in a file of its own, and what is predicted in its run directory."""
     if number > len(made.found.candidates):
         count = len(made.found.candidates)
@@ -97,5 +105,8 @@ def _write(made: Plan, loaded: LoadedJob, number: int, target: Path, place: Path
     text = f"# Written by fairlead plan: {title(one.layout)}.\n{yaml.dump(json.loads(json.dumps(data, default=str)))}"
     target.write_text(text, encoding="utf-8")
     cluster = made.machines.cluster
-    write_plan(place, made.figures(one), device=cluster.device.name, layout=settings, ranks=made.machines.count)
+    rates = 1.0 if calibration is None else calibration.numbers.get("measured rates", 1.0)
+    write_plan(
+        place, made.figures(one), device=cluster.device.name, layout=settings, ranks=made.machines.count, rates=rates
+    )
     session.warn(f"wrote {target.name}, and what is predicted into {place / 'plan.json'}")

@@ -79,7 +79,9 @@ class Comparison:
         return text
 
 
-def write_plan(run: Path, figures: Mapping[str, Any], *, device: str, layout: Mapping[str, Any], ranks: int) -> Path:
+def write_plan(
+    run: Path, figures: Mapping[str, Any], *, device: str, layout: Mapping[str, Any], ranks: int, rates: float = 1.0
+) -> Path:
     """Writes what is predicted of a run into its directory, which need not be there yet; returns the file.
 
     Args:
@@ -88,6 +90,7 @@ def write_plan(run: Path, figures: Mapping[str, Any], *, device: str, layout: Ma
         device: As `resources.device` names it.
         layout: What was chosen, for who reads it.
         ranks: For how many it is predicted.
+        rates: By how much recorded runs have already made the kernels faster in it.
 
     Raises:
         RunDirectoryError: It cannot be written.
@@ -99,6 +102,7 @@ def write_plan(run: Path, figures: Mapping[str, Any], *, device: str, layout: Ma
         "device": device,
         "ranks": ranks,
         "layout": dict(layout),
+        "rates": rates,
         "predicted": known,
     }
     try:
@@ -207,12 +211,15 @@ def record(comparison: Comparison, run: Path) -> dict[str, Any]:
             fix="record a run that has trained as it was planned",
         )
     plan = comparison.predicted
+    compute = next((one for one in comparison.pairs if one.name.startswith("compute") and one.measured), None)
+    rates = None if compute is None else float(plan.get("rates", 1.0)) * compute.predicted / compute.measured
     return {
         "run": str(run),
         "start": comparison.start,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "ranks": plan.get("ranks"),
         "layout": plan.get("layout"),
+        "rates": rates,  # by how much kernels are faster than those of a plan without any recorded run
         "predicted": plan["predicted"],
         "measured": {one.name.replace(" ", "_"): one.measured for one in comparison.pairs},
     }

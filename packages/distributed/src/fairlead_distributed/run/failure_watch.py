@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from fairlead_distributed.alarms import Alarm, asked_to_stop
+from fairlead_distributed.run.out_of_memory import note_out_of_memory
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_on_signal
 from fairlead_distributed.stuck import GRACE, RankWatch
@@ -119,6 +120,7 @@ class FailureWatch:
 
         `report` shows the error, where no other rank has failed before.
         """
+        note_out_of_memory(error)
         if self._watch is None or asked_to_stop(error):
             report()
         else:

@@ -23,12 +23,13 @@ from fairlead_distributed.run.failure_watch import SpokenForError
 from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.run.opening import file_to_evaluate
+from fairlead_distributed.run.out_of_memory import note_out_of_memory
 from fairlead_launch.prove.plan import instructions_in
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, send_report, shown_after_rank_0, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet
 from fairlead_lightning.lifecycle.failures import described_failure
-from fairlead_lightning.lifecycle.out_of_memory import ran_out_of_memory, what_helps
+from fairlead_lightning.lifecycle.out_of_memory import what_helps
 from fairlead_lightning.lifecycle.stopping import StopEvaluation
 from fairlead_lightning.trainer import Trainer
 from fairlead_lightning.verify.plan import Plan
@@ -57,8 +58,9 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
     except BaseException as error:
         if isinstance(error, ConfigError) and error.where is not None:
             error.where = checked.loaded.place(error.where)
+        ran_out = note_out_of_memory(error)
         text, code = described_failure(error, root)
-        if checked.resolution is not None and ran_out_of_memory(error):
+        if checked.resolution is not None and ran_out:
             text = "\n".join([text, *what_helps(checked.loaded, checked.resolution, session.plugins)])
         if isinstance(error, Exception) and checked.resolution is not None:
             tell_of_failure(checked.resolution, session.environ, text.removeprefix("error: "))
