@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, UserCodeError
 from fairlead.jobs import LoadedJob
-from fairlead.user_code import CodeRoot, user_error
+from fairlead.user_code import CodeRoot, user_error, user_frames
 from fairlead_distributed.activation_checkpointing import find_layers
 from fairlead_distributed.parallel.plans import HEADS, automatic, from_patterns
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
@@ -241,7 +241,11 @@ class _Trainer(pl.Trainer):
 
 def _model(job: JobConfig, root: CodeRoot, steps: int) -> pl.LightningModule:
     """The job's module with all of its layers; its log goes nowhere."""
-    module: Any = build_user_object(job.model, root, "model", pl.LightningModule)
+    try:
+        module: Any = build_user_object(job.model, root, "model", pl.LightningModule)
+    except UserCodeError as error:
+        error.fix = error.fix or _FIX
+        raise
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "inference_mode")
     alone: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "plugins": [LightningEnvironment()]}
     trainer = _Trainer(max_steps=steps, **alone, **dict.fromkeys(off, cast("Any", False)))
@@ -274,7 +278,10 @@ def _step(module: Any, batch: Any, root: CodeRoot) -> Any:
     try:
         batch = module.on_after_batch_transfer(module.on_before_batch_transfer(batch, 0), 0)
         out = module.training_step(batch, 0)
-    except ConfigError:
+    except ConfigError as error:
+        frames = user_frames(error, root)
+        if frames and error.where is None:
+            error.where = f"{frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line}"
         raise
     except Exception as error:
         raise user_error("training_step failed, without data", error, root, where="model", fix=_FIX) from error
