@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +26,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plan.fit import LEFT_OUT, Array, folds, predicted, speed, timer_of
-from benchmarks.plan.published_models import Decoder
+from benchmarks.plan.published_models import Config, Decoder
 from benchmarks.plan.rows import PUBLISHED, Row, read
 from fairlead_planning.calibration import Calibration, shipped
 from fairlead_planning.memory import fullest, memory
+from fairlead_planning.profile import Profile
 from fairlead_planning.step_time import StepTimer
 from fairlead_planning.trace import Work, trace
 from fairlead_planning.variants import checkpointed
@@ -253,14 +254,20 @@ def described(row: Row) -> str:
     )
 
 
+@cache
+def with_storages(config: Config, rows: int, sequence: int, layers: int) -> Profile:
+    """The traced step of a model with so many layers, as FSDP2 and autocast keep its tensors."""
+    tokens = torch.zeros(rows, sequence, dtype=torch.long)
+    build = partial(Decoder, replace(config, layers=layers))
+    return trace(Work(build, (tokens, tokens), lambda model, batch: model(*batch), precision="bf16-mixed"))
+
+
 def memory_gib(row: Row) -> float:
     """The most that a rank holds, GiB: traced with two and with three layers, which says what each further one adds."""
-    sizes = []
-    tokens = torch.zeros(row.layout.micro_batch, row.sequence, dtype=torch.long)
+    one, sizes = row.layout, []
     for layers in (2, 3):
-        build = partial(Decoder, replace(row.config, layers=layers))
-        profile = trace(Work(build, (tokens, tokens), lambda model, batch: model(*batch), precision="bf16-mixed"))
-        sizes.append(fullest(memory(checkpointed(profile, row.layout.checkpointing), row.layout)).total / 2**30)
+        profile = checkpointed(with_storages(row.config, one.micro_batch, row.sequence, layers), one.checkpointing)
+        sizes.append(fullest(memory(profile, one)).total / 2**30)
     return sizes[0] + (row.config.layers - 2) * (sizes[1] - sizes[0])
 
 
