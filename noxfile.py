@@ -273,6 +273,8 @@ def bench(session: nox.Session) -> None:
 def plan_table(session: nox.Session) -> None:
     """How wrong a plan is on published runs, as a page; `-- FILE.csv` prints the tables of another file."""
     run(session, "python", "benchmarks/plan/table.py", *session.posargs)
+    if not session.posargs:
+        run(session, "python", "benchmarks/plan/memory_table.py")
 
 
 @nox.session(default=False, venv_backend="none", requires=["env"])

@@ -88,7 +88,7 @@ def test_what_cannot_be_planned_is_said(what: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-MODEL = '''
+MODEL = """
 import lightning.pytorch as L
 import torch
 from torch import nn
@@ -112,7 +112,7 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-'''
+"""
 CODE = {
     "in a step": ("pass", "rows = out[out.sum(-1) > 0].tolist()", "net.py:"),
     "when it is built": ("self.first = self.net.weight.detach().numpy()", "pass", 'net.py"'),

@@ -48,6 +48,7 @@ def profile_of(name: str, rows: int, precision: str, words: str) -> Profile:
         return {n: one[0] for n, one in automatic(module, 2, words == "sequence").layers.items()}
 
     def loss(module: Any, batch: Any) -> Any:
+        module.log = lambda *args, **kwargs: None
         return module.training_step(batch, 0)
 
     def optimizers(module: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from examples.gpt.model import GPT
 from fairlead.errors import ConfigError
 from fairlead_planning.job import Planned, planned_work
 from fairlead_planning.layouts import Layout
-from fairlead_planning.memory import in_flight
+from fairlead_planning.memory import MemoryModel, in_flight
 from fairlead_planning.planning import Machines, Plan, plan, settings_of
 from fairlead_planning.trace import Work
 from fairlead_strategies.layout import Layout as Mesh
@@ -71,7 +71,7 @@ def test_a_model_of_many_billions_is_sharded_and_what_is_copied_does_not_fit() -
 
 
 def test_where_the_batch_is_too_small_for_the_devices_layers_or_stages_are_split() -> None:
-    made = plan(gpt(48, 6144), "256xh100", global_batch=64)  # four GPUs for each sample
+    made = plan(gpt(12, 12288), "256xh100", global_batch=64)  # four GPUs for each sample
     mesh = made.best.layout.mesh
     assert mesh.tensor * mesh.pipeline * mesh.context >= 4
     assert first(made) == "hybrid"
@@ -80,12 +80,12 @@ def test_where_the_batch_is_too_small_for_the_devices_layers_or_stages_are_split
 def test_a_very_wide_model_is_split_by_layers_and_a_very_deep_one_can_be_cut_into_stages() -> None:
     wide = plan(gpt(2, 16384), "8xh100", global_batch=8, strategies=("ddp", "fsdp2", "hybrid"))
     assert any(one.layout.mesh.tensor > 1 for one in wide.found.candidates)
-    deep = plan(gpt(64, 2048), "8xh100", global_batch=64, strategies=("hybrid",))
+    deep = plan(gpt(32, 2048), "8xh100", global_batch=64, strategies=("hybrid",))
     assert any(one.layout.mesh.pipeline > 1 for one in deep.found.candidates)
 
 
 def test_a_hundred_billion_on_few_gpus_needs_the_host() -> None:
-    made = plan(llama(80, 8192, 64, 28672, 2048), "8xh100", global_batch=8)  # 70B
+    made = plan(llama(20, 16384, 128, 57344, 2048), "8xh100", global_batch=8)  # 70B
     assert made.found.candidates
     assert all(one.layout.offload for one in made.found.candidates)
 
@@ -143,7 +143,7 @@ def test_what_is_shared_out_adds_up() -> None:
 
 def test_experts_are_divided_among_ranks() -> None:
     work = Work(
-        lambda: Mixture(8, 2048, 16, 8, 32000),
+        lambda: Mixture(2, 2048, 16, 8, 32000),
         torch.randint(32000, (2, 1025)),
         token_loss,
         precision="bf16-mixed",
@@ -157,7 +157,7 @@ def test_experts_are_divided_among_ranks() -> None:
 def test_the_stages_before_hold_more_micro_batches() -> None:
     layout = Layout("hybrid", Mesh(pipeline=4), accumulation=8)
     assert [in_flight(layout, rank) for rank in range(4)] == [4, 3, 2, 1]
-    made = plan(gpt(48, 6144), "256xh100", global_batch=512, strategies=("hybrid",))
+    made = plan(gpt(12, 12288), "256xh100", global_batch=512, strategies=("hybrid",))
     one = next(one for one in made.found.candidates if one.layout.mesh.pipeline == 4)
     assert one.memory[1].activations > one.memory[2].activations
 
@@ -179,6 +179,29 @@ def test_the_page_says_what_takes_the_time_and_why_others_are_slower() -> None:
     text = "\n".join(plan(llama(32, 4096, 32, 11008), "16xh100", global_batch=64).lines(3))
     for words in ("parameters, bf16-mixed, on 16 x h100", "1. ", "fastest of", "slower:", "memory", "to the end"):
         assert words in text
+
+
+def test_parameters_and_adams_states_are_said_in_gigabytes() -> None:
+    work = Work(
+        lambda: torch.nn.Linear(20000, 25000, bias=False), torch.zeros(2, 20000), lambda model, x: model(x).sum()
+    )
+    text = "\n".join(plan(work, "8xh100", global_batch=16).lines())
+    assert "parameters 2.0 GB, states of the optimizer 4.0 GB" in text  # numel x 4 bytes, and twice that
+
+
+def test_each_stage_of_zero_shares_out_more() -> None:
+    job, ranks = llama(16, 1024, 16, 4096, 1024), 8
+    whole = MemoryModel(job.profile, job.wider, "cpu").use(Layout("ddp", Mesh(replicate=ranks)))[0]
+    found = []
+    for stage, sharding in enumerate(("optimizer", "gradients", "full"), 1):
+        layout = Layout(f"deepspeed_stage_{stage}", Mesh(shard=ranks), sharding=sharding, bucket=0)  # type: ignore[arg-type]
+        found.append(MemoryModel(job.profile, job.wider, "cpu").use(layout)[0])
+    states = whole.optimizer / ranks + whole.parameters / ranks  # and the part of the parameters that is updated
+    assert [one.optimizer for one in found] == pytest.approx([states] * 3, rel=1e-6)
+    assert all(one.gradients < 0.2 * whole.gradients for one in found)
+    assert [one.parameters for one in found] == pytest.approx(
+        [whole.parameters, whole.parameters, whole.parameters / ranks], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ FRAGMENTS: Final = 0.04
 """Of what is allocated on a GPU, the part by which the allocator's reserve is larger."""
 CONTEXT_BYTES: Final = 0.6 * 2**30
 """The driver's context, cuBLAS' workspaces: outside of the allocator."""
+_LIVE: Final = 1e9
+"""Parameters that DeepSpeed's stage 3 keeps gathered (`stage3_max_live_parameters`)."""
 CHANNEL_BYTES: Final = 0.25 * 2**30
 """NCCL's buffers of one group of ranks."""
 
@@ -336,7 +338,10 @@ class MemoryModel:
         communication = np.zeros(one.end)
         if deepspeed:
             communication += (1 if layout.sharding == "full" else 2) * layout.bucket * computed
-        if gathers and shards > 1:
+            if layout.sharding == "full":
+                live = min(float(now.parameters @ own) * low, _LIVE * computed)
+                communication[: one.first_optimizer] += live
+        elif gathers and shards > 1:
             if layout.whole:
                 communication[: one.first_optimizer] += float(now.parameters @ own) * low
             else:

@@ -225,6 +225,8 @@ class _Life:
     forward: int = -1
     maker: str = ""
     gathered: bool = False
+    head: bool = False
+    """Of a head whose vocabulary is split, and whose logits are gathered."""
 
 
 _WHOLE, _SPLIT = 0, 1
@@ -264,6 +266,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part in layer.modules():
                 inside.setdefault(id(part), self._unit_of[id(layer)])
         used: dict[int, set[int]] = {}
+        heads: set[int] = set()
         for name, module in self.model.named_modules():
             split = self._plan.get(name, "").partition(":")[0] in ("colwise", "rowwise", "vocab", "packed")
             expert = id(module) in self._experts
@@ -271,6 +274,8 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if p is None:
                     continue
                 unit = inside.get(id(module), 0)
+                if self._plan.get(name) == "vocab" and isinstance(module, nn.Linear):
+                    heads.add(id(p))
                 used.setdefault(id(p), set()).add(unit)
                 if id(p) not in found or split:
                     found[id(p)] = (unit, split and (p.ndim > 1 or not self._plan[name].startswith("row")), expert)
@@ -281,6 +286,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for p in self.model.parameters():
             unit, split, expert = found[id(p)]
             self._live(p, "parameter", unit, _SPLIT if split else _WHOLE, expert)
+            self._lives[_key(p)].head = id(p) in heads
         for b in self.model.buffers():
             self._live(b, "buffer", 0, _WHOLE, False)
         return found
@@ -362,10 +368,15 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = len(self.kernels)
         before = [self._lives[key] for one in ins if (key := _key(one)) in self._lives]
         state = self._state(name, before)
+        head = any(life.head for life in before)
+        if head and self.phase == "forward" and name in _PRODUCTS:
+            state = _WHOLE
         if name == "_to_copy" and any(life.kind == "parameter" for life in before):
             name = CAST
         for one in made:
             self._live(one, "activation", unit, state, expert, name)
+            if name == CAST:
+                self._lives[_key(one)].head = head
         if name == "convolution_backward":  # the library computes a weight's gradient in a layout of its own first
             size = float(max((_bytes(one) for one in ins[2:3]), default=0))
             own = _Life(int(size), int(size), index, unit, "activation", state, expert, index, maker="workspace")
