@@ -187,7 +187,9 @@ ERROR = 0.04
 
 def timer_of(row: Row) -> StepTimer:
     """The timer of a row, under the numbers known before."""
-    return StepTimer(row.profile, row.cluster, stack=row.stack, products=row.products, calibration=prior())
+    return StepTimer(
+        row.profile, row.cluster, stack=row.stack, products=row.products, ring=row.ring, calibration=prior()
+    )
 
 
 def speed(row: Row, timer: StepTimer) -> float:

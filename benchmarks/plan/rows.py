@@ -41,6 +41,8 @@ class Row:
     cluster: Cluster
     stack: str
     products: str | None
+    ring: bool
+    """Context parallelism by torch's ring attention."""
     tokens_per_second: float | None
     """A device, as published."""
     tflops: float
@@ -150,6 +152,7 @@ def _row(one: dict[str, str]) -> Row:
         cluster,
         stack,
         products,
+        not stack.startswith("megatron"),
         float(one["tok_s_gpu"]) if one["tok_s_gpu"] else None,
         tflops,
         float(memory) if memory else None,

@@ -42,8 +42,8 @@ HEAD = """# How wrong a plan is
 the page that each is from). `nox -s plan-table` writes this page; `nox -s plan-table -- FILE.csv` prints the same
 tables of another file with the same columns. Each row's model is built as a plain module without data, traced as a
 user's job is, and laid out as the row says; no number belongs to a row. The {numbers} numbers of the calibration
-(`fairlead_planning/calibration.json`: each with its meaning, and what was assumed of it beforehand) are fitted to *other*
-rows than those that a table shows; all rows together moved {free} of them by more than 2 %.
+(`fairlead_planning/calibration.json`: each with its meaning, and what was assumed of it beforehand) are fitted to
+*other* rows than those that a table shows; all rows together moved {free} of them by more than 2 %.
 
 The baseline is a constant TFLOP/s for each device and number format, fitted to the same rows as the calibration; of a
 device that these do not have, the same part of its peak as the others reach.
