@@ -171,13 +171,25 @@ PRIORS: dict[str, tuple[float, float, str]] = {
     "stack.megatron graphs.once": (1, 0, "1: a token goes once to each domain and rank that has experts of it"),
     "stack.megatron graphs.reduce_each": (0, 0, "1: gradients are reduced in each micro-batch"),
 }
+OLDER = {
+    "matmul": 0.9, "attention": 0.55, "traffic": 0.7, "launch_us": 6, "cast": 1, "overlap_data": 0.7,
+    "exposed_tensor": 1, "exposed_context": 0.5, "exposed_expert": 1, "exposed_pipeline": 1, "dispatch_us": 2000,
+    "step_ms": 15, "uneven_context": 0.01, "gradient_bytes": 8, "once": 0, "reduce_each": 0,
+}  # fmt: skip
+"""Megatron of 2022 and 2023, on A100s: nothing of tensor parallelism is hidden, fewer kernels are fused. No row of the
+file is one of it: these are assumed."""
+PRIORS |= {
+    f"stack.megatron 2023.{name}": (value, 0, PRIORS[f"stack.megatron.{name}"][2]) for name, value in OLDER.items()
+}
 ERROR = 0.04
 """What rows of the same job differ by from each other: the spread of a residual."""
 
 
 def timer_of(row: Row) -> StepTimer:
     """The timer of a row, under the numbers known before."""
-    return StepTimer(row.profile, row.cluster, stack=row.stack, products=row.products, calibration=prior())
+    return StepTimer(
+        row.profile, row.cluster, stack=row.stack, products=row.products, ring=row.ring, calibration=prior()
+    )
 
 
 def speed(row: Row, timer: StepTimer) -> float:

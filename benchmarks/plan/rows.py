@@ -41,6 +41,8 @@ class Row:
     cluster: Cluster
     stack: str
     products: str | None
+    ring: bool
+    """Context parallelism by torch's ring attention."""
     tokens_per_second: float | None
     """A device, as published."""
     tflops: float
@@ -64,14 +66,19 @@ def source_of(text: str) -> str:
     return short
 
 
-def stack_of(source: str, precision: str, device: str) -> str:
-    """Which kernels a run used, by who published it, on what."""
+def stack_of(one: dict[str, str]) -> str:
+    """Which kernels a run used, by who published it, and on what; whoever splits layers has Megatron's."""
+    source, words, device = one["source"], one["precision"], one["gpu"].lower()
     if "llm-foundry" in source:
         return "triton"
-    if re.search(r"megatron|nemo", source, re.IGNORECASE):
+    split = any(float(one[column] or 1) > 1 for column in ("tp", "pp"))
+    known = re.search(r"megatron|nemo|neox|deepspeed", source, re.IGNORECASE)
+    if known or (split and "torchtitan" not in source and "FSDP" not in words):
+        if re.match(r"a100|v100|tesla|nvidia a100", device):
+            return "megatron 2023"
         # Megatron-Bridge's recipes capture CUDA graphs on the machines with Grace hosts (scripts/performance).
-        return "megatron graphs" if device.lower() in ("gb200", "gb300") else "megatron"
-    return "compile" if "compile" in precision else "eager"
+        return "megatron graphs" if device in ("gb200", "gb300") else "megatron"
+    return "compile" if "compile" in words else "eager"
 
 
 def checkpointing_of(text: str, stack: str) -> Checkpointing:
@@ -101,7 +108,7 @@ def _row(one: dict[str, str]) -> Row:
     def number(column: str) -> int:
         return int(float(one[column] or 1))
 
-    stack = stack_of(one["source"], words, one["gpu"])
+    stack = stack_of(one)
     sharding = "full"
     if zero := re.search(r"zero[- ]?([123])", words, re.IGNORECASE):
         sharding = {"1": "optimizer", "2": "gradients", "3": "full"}[zero[1]]
@@ -145,6 +152,7 @@ def _row(one: dict[str, str]) -> Row:
         cluster,
         stack,
         products,
+        not stack.startswith("megatron"),
         float(one["tok_s_gpu"]) if one["tok_s_gpu"] else None,
         tflops,
         float(memory) if memory else None,

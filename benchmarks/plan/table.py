@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.plan.fit import LEFT_OUT, Array, folds, predicted, speed, timer_of
+from benchmarks.plan.fit import LEFT_OUT, PRIORS, Array, folds, predicted, speed, timer_of
 from benchmarks.plan.published_models import Config, Decoder
 from benchmarks.plan.rows import PUBLISHED, Row, read
 from fairlead_planning.calibration import Calibration, shipped
@@ -43,7 +43,7 @@ the page that each is from). `nox -s plan-table` writes this page; `nox -s plan-
 tables of another file with the same columns. Each row's model is built as a plain module without data, traced as a
 user's job is, and laid out as the row says; no number belongs to a row. The {numbers} numbers of the calibration
 (`fairlead_planning/calibration.json`: each with its meaning, and what was assumed of it beforehand) are fitted to
-*other* rows than those that a table shows.
+*other* rows than those that a table shows; all rows together moved {free} of them by more than 2 %.
 
 The baseline is a constant TFLOP/s for each device and number format, fitted to the same rows as the calibration; of a
 device that these do not have, the same part of its peak as the others reach.
@@ -290,7 +290,9 @@ def page() -> str:
     """The page of the rows that the repository has."""
     errors = Errors(read())
     sources = len({row.source for row in errors.rows})
-    parts = [HEAD.format(rows=len(errors.rows), sources=sources, numbers=len(shipped().numbers))]
+    fitted = shipped().numbers
+    free = sum(abs(fitted[name] - value) > 0.02 * value for name, (value, _, _) in PRIORS.items())
+    parts = [HEAD.format(rows=len(errors.rows), sources=sources, numbers=len(PRIORS), free=free)]
     ours, constant = errors.left_out("source")
     table = by_group(errors, ours, constant, lambda row: row.source, "source that was left out").rpartition("| all |")[
         0

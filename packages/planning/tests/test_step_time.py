@@ -228,3 +228,11 @@ def test_a_file_of_another_device_or_none_is_refused(tmp_path: Path, text: str, 
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=says):
         from_file(file, device_facts("h100"))
+
+
+def test_context_parallelism_divides_attention_evenly_unless_it_is_a_ring_of_consecutive_positions() -> None:
+    one = layout(context=8, shard=1)
+    even, ring = (StepTimer(profile(), H100, ring=value).time(one) for value in (False, True))
+    assert even.communication["context"] == ring.communication["context"] > 0
+    assert even.compute < ring.compute < 1.8 * even.compute
+    assert even.compute < timer().time(layout()).compute / 4

@@ -177,6 +177,8 @@ class StepTimer:
         cluster: Where it will run.
         stack: Which kernels it will use: a name in the calibration, `eager`, `compile` or `megatron`.
         products: The number format of products within units, if it is not the traced one: `float8`, `float4`.
+        ring: Context parallelism is torch's ring attention over consecutive positions, and not Fairlead's, in which each
+            rank has a part of both ends.
         calibration: How fast devices and stacks are; the shipped one by default.
     """
 
@@ -187,9 +189,10 @@ class StepTimer:
         *,
         stack: str = "eager",
         products: str | None = None,
+        ring: bool = False,
         calibration: Calibration | None = None,
     ) -> None:
-        self.profile, self.cluster, self._stack = profile, cluster, stack
+        self.profile, self.cluster, self._stack, self._ring = profile, cluster, stack, ring
         self._kernels = one = _reduce(profile)
         self._narrow = np.zeros(len(one.kind), dtype=bool)
         self._dtypes = list(one.dtype)
@@ -304,7 +307,7 @@ class StepTimer:
         arithmetic = flops / self._rate
         part = filled(batch, m, n, k, units=self.cluster.device.units, depth=fitted.depth, wave=fitted.wave)
         arithmetic = np.where(product, arithmetic / part, arithmetic)
-        if context > 1:  # of causal attention the last ranks have more, unless each has a part of both ends
+        if context > 1 and self._ring:  # of causal attention the last ranks have more
             uneven = 1 + self.stack.uneven_context * (2 * context / (context + 1) - 1)
             arithmetic = np.where(one.kind == 1, arithmetic * uneven, arithmetic)
         seconds = np.maximum(arithmetic, traffic / self._bandwidth) + cast / self._bandwidth
