@@ -25,16 +25,16 @@ MIB = 2**20
 HEAD = """# Memory of a plan, beside measured peaks
 
 Small models were trained for three steps by each of our strategies, on four ranks of a CPU with gloo; in the third a
-dispatch mode counted the bytes of all tensors that were alive, on each rank (`benchmarks/plan/alive.py`). Beside the peak
-stands what [`fairlead plan`](../how-to/plan.md) says, from a trace of the model alone: it has seen none of these peaks, and
-no number in it is fitted to them. Of a pipeline the first and the last stage are shown.
+dispatch mode counted the bytes of all tensors that were alive, on each rank (`benchmarks/plan/alive.py`). Beside the
+peak of the fullest rank stands what [`fairlead plan`](../how-to/plan.md) says, from a trace of the model alone: no
+number in it is fitted to these. Of a pipeline the first and the last stage are shown.
 
 ```sh
 fairlead launch --nproc 4 benchmarks/plan/measure_memory.py --json peaks.json
 nox -s plan-table
 ```
 
-The models are in `benchmarks/plan/models.py`; `example` is `examples/gpt`. On a GPU none was measured: no GPU was to be had.
+The models are in `benchmarks/plan/models.py`; `example` is `examples/gpt`. None was measured on a GPU: there was none.
 """
 
 
@@ -87,18 +87,16 @@ def page(found: list[Line]) -> str:
         summary("the same, of convolutions", convolutions),
         summary("DeepSpeed", deepspeed),
         "",
-        "Convolutions: oneDNN, which computes them on a CPU, keeps copies in layouts of its own that no trace knows; on a "
-        "GPU cuDNN has a workspace instead. DeepSpeed gathers ahead as far as its limits allow, in an order that follows "
-        "from its own trace; of models as small as these that is all of them.",
+        "Convolutions: oneDNN, which computes them on a CPU, keeps copies in layouts of its own that no trace knows; on\n"
+        "a GPU cuDNN has a workspace instead. DeepSpeed gathers ahead as far as its limits allow, in an order that\n"
+        "follows from its own trace; of models as small as these that is all of them.",
         "",
         "| model | strategy | precision | measured MiB | predicted MiB | error |",
         "|---|---|---|---|---|---|",
     ]
     for one in sorted(found, key=lambda line: (line.precision, line.strategy, line.model)):
-        text.append(
-            f"| {one.model} | {one.strategy} | {one.precision} | {one.measured / MIB:.2f} | {one.predicted / MIB:.2f} | "
-            f"{one.error:+.1%} |"
-        )
+        sizes = f"{one.measured / MIB:.2f} | {one.predicted / MIB:.2f}"
+        text.append(f"| {one.model} | {one.strategy} | {one.precision} | {sizes} | {one.error:+.1%} |")
     return "\n".join(text) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ CASES = [
 
 @pytest.mark.parametrize("figures", CASES, ids=lambda one: f"save {one['save_s']:g}")
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
-def test_the_simulation_agrees_with_the_formula(figures: dict[str, float], factor: float) -> None:
+def test_the_simulation_agrees_with_the_formula(figures: dict[str, Any], factor: float) -> None:
     figures = {"queue_s": 0.0, **figures}
     best = goodput_forecast(1, 30, **figures).daly_s
     found = goodput_forecast(1, 30, interval_s=best * factor, **figures)
@@ -96,6 +97,11 @@ def test_a_job_that_never_fails_and_one_that_never_ends() -> None:
     assert math.isinf(hopeless.ends_after[0])
     assert any("it does not end" in line for line in hopeless.lines())
     assert hopeless.to_dict()["ends_after"] == [None] * 3
-    for wrong in ({"nodes": 0, "days": 1}, {"nodes": 1, "days": 0}, {"nodes": 1, "days": 1, "save_s": -1}):
+    cases: list[dict[str, Any]] = [
+        {"nodes": 0, "days": 1},
+        {"nodes": 1, "days": 0},
+        {"nodes": 1, "days": 1, "save_s": -1},
+    ]
+    for wrong in cases:
         with pytest.raises(ConfigError):
-            goodput_forecast(**wrong)  # type: ignore[arg-type]
+            goodput_forecast(**wrong)

@@ -74,7 +74,8 @@ def test_autocast_computes_as_on_a_gpu() -> None:
             y = self.layer(x).view(2, 1, 2, 8)
             seen.append(F.scaled_dot_product_attention(y, y, y, dropout_p=0.5).dtype)
             seen.append(self.layer(x).softmax(-1).dtype)
-            return self.norm(self.layer(x))
+            out: Tensor = self.norm(self.layer(x))
+            return out
 
     seen: list[torch.dtype] = []
     trace(Work(Net, torch.zeros(2, 2, 8), lambda model, x: model(x).sum(), precision="bf16-mixed"))
@@ -118,7 +119,8 @@ def test_a_model_that_exists_is_not_touched() -> None:
 
 def asks_for_a_count(model: Any, x: Tensor) -> Tensor:
     out = model(x)
-    return out[: int((out > 0).sum())].sum()
+    part: Tensor = out[: int((out > 0).sum())].sum()
+    return part
 
 
 def test_what_the_weights_decide_is_refused_by_name() -> None:
@@ -130,7 +132,7 @@ def test_what_the_weights_decide_is_refused_by_name() -> None:
 
 def test_a_loss_that_is_looked_at_does_not_end_the_trace() -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
-        value = model(x).sum()
+        value: Tensor = model(x).sum()
         if torch.isnan(value) or not torch.isfinite(value).all():
             raise RuntimeError("diverged")
         float(value.detach())

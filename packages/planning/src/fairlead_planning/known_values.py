@@ -119,7 +119,8 @@ class KnownValues:
                 return one
             known = self._known.get(one)
             if known is None:
-                raise UnknownValueError(f"{func._schema.name.removeprefix('aten::')} of numbers that the weights decide")
+                name = func._schema.name.removeprefix("aten::")
+                raise UnknownValueError(f"{name} of numbers that the weights decide")
             return known
 
         if func is aten.index.Tensor:

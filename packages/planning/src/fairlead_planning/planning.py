@@ -162,7 +162,8 @@ class Plan:
         tokens = f" of {length:,} tokens" if length > 1 else ""
         states = sum(one.bytes for one in job.profile.storages if one.kind == "optimizer")
         held = sum(unit.parameter_bytes for unit in job.profile.units)
-        yield f"parameters {held / 1e9:.1f} GB, states of the optimizer {states / 1e9:.1f} GB, before they are shared out"
+        sizes = f"parameters {held / 1e9:.1f} GB, states of the optimizer {states / 1e9:.1f} GB"
+        yield f"{sizes}, before they are shared out"
         yield f"a step: {self.global_batch:,} samples{tokens}" + (
             f"; {self.steps:,} steps in all" if self.steps is not None else ""
         )

@@ -177,8 +177,8 @@ class StepTimer:
         cluster: Where it will run.
         stack: Which kernels it will use: a name in the calibration, `eager`, `compile` or `megatron`.
         products: The number format of products within units, if it is not the traced one: `float8`, `float4`.
-        ring: Context parallelism is torch's ring attention over consecutive positions, and not Fairlead's, in which each
-            rank has a part of both ends.
+        ring: Context parallelism is torch's ring attention over consecutive positions, and not Fairlead's, in which
+            each rank has a part of both ends.
         calibration: How fast devices and stacks are; the shipped one by default.
     """
 
