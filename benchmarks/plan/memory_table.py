@@ -87,8 +87,8 @@ def page(found: list[Line]) -> str:
         summary("the same, of convolutions", convolutions),
         summary("DeepSpeed", deepspeed),
         "",
-        "Convolutions: oneDNN, which computes them on a CPU, keeps copies in layouts of its own that no trace knows; on\n"
-        "a GPU cuDNN has a workspace instead. DeepSpeed gathers ahead as far as its limits allow, in an order that\n"
+        "Convolutions: oneDNN, which computes them on a CPU, keeps copies in layouts of its own that no trace knows;\n"
+        "on a GPU cuDNN has a workspace instead. DeepSpeed gathers ahead as far as its limits allow, in an order that\n"
         "follows from its own trace; of models as small as these that is all of them.",
         "",
         "| model | strategy | precision | measured MiB | predicted MiB | error |",

@@ -58,7 +58,7 @@ def test_the_best_interval_of_the_simulation_is_that_of_the_formula_but_for_its_
 
 def test_what_a_change_is_worth_is_what_the_changed_job_saves() -> None:
     """Hours as the difference of two forecasts; what is abundant is worth nothing."""
-    figures = {"save_s": 30.0, "restart_s": 900.0, "queue_s": 7200.0}
+    figures: dict[str, Any] = {"save_s": 30.0, "restart_s": 900.0, "queue_s": 7200.0}
     none, one, many = (goodput_forecast(512, 60, spares=spares, **figures) for spares in (0, 1, 64))
     worth = {each.change: each.hours for each in none.worth}
     assert worth["one more spare node"] == pytest.approx((none.ends_after[0] - one.ends_after[0]) * 24, rel=0.1)
