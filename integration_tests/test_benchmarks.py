@@ -55,6 +55,7 @@ BY_NAME = {
     "checkpoint",
     "ddp",
     "exact_reduction",
+    "plan_errors",
     "predict",
     "preempt",
     "recovery",
