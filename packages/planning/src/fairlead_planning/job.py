@@ -27,6 +27,8 @@ from fairlead_planning.profile import Profile
 from fairlead_planning.trace import Work, trace, trace_rows
 from fairlead_runs.batch_size import batch_of_job
 
+_EIGHT_BITS: Final = ("fp8-torchao", "transformer-engine")
+"""Precisions whose matrix products are in 8 bits."""
 _ROWS: Final = (4, 8)
 """Micro-batches that are traced, where what a step does depends on its batch."""
 
@@ -66,6 +68,7 @@ class Planned:
         compiled: Whether the model is compiled.
         settings: The job's own, where it was loaded from one.
         precision: As `trainer.precision`.
+        products: The number format of matrix products, if it is a narrower one: `float8`.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Planned:
     compiled: bool = False
     settings: JobConfig | None = None
     precision: str = "32-true"
+    products: str | None = None
 
 
 def planned_work(work: Work, *, name: str = "model", samples: int | None = None, steps: int | None = None) -> Planned:
@@ -116,14 +120,16 @@ def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
     precision = _mode(config.precision)
     strategy = config.strategy
     patterns: Any = getattr(strategy, "plan", None) or "auto"
-    cast_when_gathered = getattr(strategy, "mixed_precision", None) is not None
+    low = getattr(getattr(strategy, "mixed_precision", None), "param_dtype", None)
+    if low is not None and precision == "32-true":  # FSDP2's own: parameters and states as with autocast
+        precision = "bf16-mixed" if low == "bfloat16" else "16-mixed"
     parts = _Parts(patterns)
     work = Work(
         lambda: _model(job, root, steps or 1000),
         batch,
         lambda module, one: _step(module, one, root),
         lambda module: _optimizers(module, root),
-        "bf16-cast" if cast_when_gathered and precision == "32-true" else precision,
+        precision,
         device,
         parts.of,
     )
@@ -140,7 +146,9 @@ def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
         return math.ceil(dataset / global_batch) * config.max_epochs
 
     divisible = replace(parts.found, length=profile.tokens // profile.rows)
-    return Planned(job.run.name or "job", profile, wider, divisible, samples, count, parts.compiled, job, precision)
+    name, narrow = job.run.name or "job", getattr(config.precision, "name", "") in _EIGHT_BITS
+    products = "float8" if narrow else None
+    return Planned(name, profile, wider, divisible, samples, count, parts.compiled, job, precision, products)
 
 
 def _mode(precision: Any) -> str:

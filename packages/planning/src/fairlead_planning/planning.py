@@ -157,7 +157,8 @@ class Plan:
         where = f"{self.machines.count:,} x {device.name} ({device.memory_gib:.3g} GiB)"
         if self.machines.nodes > 1:
             where += f" in {self.machines.nodes:,} nodes of {cluster.node}, {cluster.between.name} between them"
-        yield f"{job.name}: {_count(job.profile.parameters)} parameters, {job.precision}, on {where}"
+        formats = job.precision + (f" with products in {job.products}" if job.products else "")
+        yield f"{job.name}: {_count(job.profile.parameters)} parameters, {formats}, on {where}"
         length = job.divisible.length
         tokens = f" of {length:,} tokens" if length > 1 else ""
         states = sum(one.bytes for one in job.profile.storages if one.kind == "optimizer")
@@ -400,7 +401,7 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
     path = config.batch_size_from if config is not None else "data.args.batch_size"
     if config is not None and config.batch_size == "global":
         batch = made.global_batch
-    return {
+    found = {
         path: batch,
         "trainer.accelerator": "cpu" if made.machines.cluster.device.model == "" else "cuda",
         "trainer.devices": min(made.machines.count, made.machines.cluster.node),
@@ -409,6 +410,9 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
         "trainer.precision": precision,
         "trainer.accumulate_grad_batches": 1 if whole else layout.accumulation,
     }
+    if made.job.products is not None:
+        del found["trainer.precision"]  # the job's own, with its settings
+    return found
 
 
 def _terms(time: StepTime) -> Mapping[str, float]:

@@ -156,7 +156,9 @@ class _Timers:
             one, two = self._profiles(layout.checkpointing, layout.cast)
             profile = with_rows(one, two or one, layout.micro_batch)
             stack = "compile" if self._job.compiled else "eager"
-            self._of[key] = StepTimer(profile, self._cluster, stack=stack, calibration=self._calibration)
+            self._of[key] = StepTimer(
+                profile, self._cluster, stack=stack, products=self._job.products, calibration=self._calibration
+            )
         return self._of[key].time(layout)
 
     def _profiles(self, mode: Checkpointing, cast: bool) -> tuple[Profile, Profile | None]:
@@ -192,7 +194,8 @@ def layouts(
             refused[f"the batch of {global_batch:,} samples cannot be divided among {ranks:,} ranks"] += 1
             continue
         share = global_batch // ranks
-        cast = job.precision == "bf16-mixed" and sharding != "none" and strategy in ("fsdp2", "fsdp2_offload", "hybrid")
+        gathers = sharding != "none" and strategy in ("fsdp2", "fsdp2_offload", "hybrid")
+        cast = gathers and job.precision == "bf16-mixed" and job.products is None
         family = []
         for micro in _micro_batches(share, job.wider is not None, job.profile.rows):
             if mesh.pipeline > 1 and share // micro < mesh.pipeline:
