@@ -189,7 +189,7 @@ def test_machines_by_words(text: str, nodes: int | None, count: tuple[int, int])
     assert (found.count, found.nodes) == count
 
 
-@pytest.mark.parametrize("text", ["h100", "0xh100", "8xh900", "x", "-1xh100"])
+@pytest.mark.parametrize("text", ["h100", "0xh100", "8xh900", "x", "-1xh100", "12xh100"])
 def test_machines_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Machines.of(text)
