@@ -43,7 +43,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", metavar="N", type=_count, help="optimizer steps of the whole job (default: the job's)"
     )
-    parser.add_argument("--memory", metavar="GIB", type=_positive, help="of one device, if less than it has is to be taken")
+    parser.add_argument("--memory", metavar="GIB", type=_positive, help="of one device, if less than it has is usable")
     parser.add_argument(
         "--strategy",
         dest="strategies",

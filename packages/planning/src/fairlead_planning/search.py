@@ -275,7 +275,10 @@ def _meshes(
                         mesh = Mesh(pipeline, rest // shard, shard, context, tensor, expert)
                         sharding: Sharding = "full" if shard * context > 1 else "none"
                         yield "hybrid", mesh, sharding, False
-                        if tensor > 1 and expert == 1 and not parts.experts and parts.length % tensor == 0:
+                        # A pipeline's first stage has no end of the sequence's split, its last no beginning: `auto`
+                        # refuses that.
+                        whole = pipeline == 1 and expert == 1 and not parts.experts
+                        if tensor > 1 and whole and parts.length % tensor == 0:
                             yield "hybrid", mesh, sharding, True
 
 
