@@ -71,6 +71,19 @@ BROKEN: dict[str, tuple[list[str], list[str]]] = {
         ["'zero' is no strategy that can be planned", "fsdp2"],
     ),
     "too large": (["examples/gpt/70b.yaml", "--gpus", "1xl4"], ["no layout of gpt-70b fits", "lacks", "GiB"]),
+    "no memory": (["examples/gpt/job.yaml", "--gpus", "8xh100", "--memory", "0"], ["'0' is no number above 0"]),
+    "fewer than no failures": (
+        ["examples/gpt/job.yaml", "--gpus", "8xh100", "--failures=-1"],
+        ["'-1' is no number from 0 on"],
+    ),
+    "no folder": (
+        ["examples/gpt/job.yaml", "--gpus", "8xh100", "--write", "missing/planned.yaml"],
+        ["the folder of missing/planned.yaml does not exist", "mkdir -p"],
+    ),
+    "half a node": (
+        ["examples/gpt/job.yaml", "--gpus", "12xh100"],
+        ["no whole number of nodes of 8", "--nodes 2 --gpus 6xh100"],
+    ),
     "no calibration": (
         ["examples/gpt/job.yaml", "--gpus", "8xh100", "--calibration", "nothing.json"],
         ["nothing.json is no calibration", "fairlead bench gemm"],

@@ -53,7 +53,7 @@ class Row:
     def profile(self) -> Profile:
         """The traced step."""
         one = self.layout
-        precision = "bf16-true" if self.stack.startswith("megatron") else "bf16-cast"
+        precision = "bf16-cast"
         return traced(self.config, one.micro_batch, self.sequence, one.checkpointing, precision)
 
 

@@ -159,6 +159,7 @@ def test_the_stages_before_hold_more_micro_batches() -> None:
     assert [in_flight(layout, rank) for rank in range(4)] == [4, 3, 2, 1]
     made = plan(gpt(12, 12288), "256xh100", global_batch=512, strategies=("hybrid",))
     one = next(one for one in made.found.candidates if one.layout.mesh.pipeline == 4)
+    assert not [one for one in made.found.candidates if one.layout.mesh.pipeline > 1 and one.layout.sequence]
     assert one.memory[1].activations > one.memory[2].activations
 
 
@@ -212,7 +213,7 @@ def test_machines_by_words(text: str, nodes: int | None, count: tuple[int, int])
     assert (found.count, found.nodes) == count
 
 
-@pytest.mark.parametrize("text", ["h100", "0xh100", "8xh900", "x", "-1xh100"])
+@pytest.mark.parametrize("text", ["h100", "0xh100", "8xh900", "x", "-1xh100", "12xh100"])
 def test_machines_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Machines.of(text)

@@ -139,3 +139,28 @@ def test_a_loss_that_is_looked_at_does_not_end_the_trace() -> None:
         return value
 
     assert isinstance(trace(Work(lambda: nn.Linear(4, 4), torch.zeros(4, 4), loss)), Profile)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_what_is_16_bits_throughout_keeps_nothing_in_32(name: str) -> None:
+    use = memory(trace(work(name, 2, "bf16-true")), Layout("single_device"), "cpu")[0]
+    assert use.optimizer == pytest.approx(2 * use.parameters, rel=1e-3)
+    masters = memory(trace(work(name, 2, "bf16-cast")), Layout("single_device"), "cpu")[0]
+    assert masters.optimizer == pytest.approx(4 * use.parameters, rel=1e-3)
+
+
+def test_a_layer_of_an_lstm_has_its_flops_and_what_it_keeps() -> None:
+    rows, length, width = 4, 10, 32
+    batch = torch.zeros(rows, length, width)
+    profile = trace(Work(lambda: nn.LSTM(width, width, batch_first=True), batch, lambda model, x: model(x)[0].sum()))
+    products = 2 * rows * length * (4 * width) * (2 * width)
+    assert sum(one.flops for one in profile.kernels if one.kind == "matmul") == 3 * products
+    assert max(one.bytes for one in profile.storages if one.kind == "activation") == 64 * rows * length * width
+
+
+def test_sizes_that_follow_from_numbers_are_refused() -> None:
+    def packed(model: Any, batch: Any) -> Tensor:
+        return model(nn.utils.rnn.pack_padded_sequence(*batch, batch_first=True))[0].data.sum()
+
+    with pytest.raises(ConfigError, match="_pack_padded_sequence"):
+        trace(Work(lambda: nn.LSTM(8, 8, batch_first=True), (torch.zeros(2, 5, 8), torch.tensor([5, 3])), packed))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 
 from fairlead.cli.job import job_arguments
 from fairlead.engines import LIGHTNING
@@ -41,7 +43,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", metavar="N", type=_count, help="optimizer steps of the whole job (default: the job's)"
     )
-    parser.add_argument("--memory", metavar="GIB", type=float, help="of one device, if less than it has is to be taken")
+    parser.add_argument("--memory", metavar="GIB", type=_positive, help="of one device, if less than it has is usable")
     parser.add_argument(
         "--strategy",
         dest="strategies",
@@ -55,7 +57,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--failures",
         metavar="N",
-        type=float,
+        type=_not_negative,
         help="of 1,000 nodes in a day (default: of the job's history, or assumed)",
     )
     parser.add_argument("--top", metavar="N", type=_count, default=5, help="how many layouts to print (default: 5)")
@@ -66,6 +68,24 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--choose", metavar="N", type=_count, default=1, help="which of the printed --write takes")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _positive(text: str) -> float:
+    return _number(text, lambda value: value > 0, "is no number above 0")
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, lambda value: value >= 0, "is no number from 0 on")
+
+
+def _number(text: str, right: Callable[[float], bool], wrong: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and right(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
+    return value
 
 
 def _count(text: str) -> int:

@@ -271,7 +271,7 @@ def _model(job: JobConfig, root: CodeRoot, steps: int) -> pl.LightningModule:
         raise ConfigError(
             f"{type(module).__name__} optimizes by hand, and what its step does with which optimizer is not known",
             where="model",
-            fix="plan its model in Python: fairlead_planning.plan(Work(model, batch, loss), 'h100 x 64')",
+            fix="plan its model in Python: fairlead_planning.plan(Work(model, batch, loss), '64xh100')",
         )
     return cast("pl.LightningModule", module)
 
@@ -307,7 +307,15 @@ def _optimizers(module: Any, root: CodeRoot) -> list[torch.optim.Optimizer]:
         found = module.configure_optimizers()
     except Exception as error:
         raise user_error("configure_optimizers failed, without data", error, root, where="model", fix=_FIX) from error
-    return [one for one in _nested(found) if isinstance(one, torch.optim.Optimizer)]
+    optimizers = [one for one in _nested(found) if isinstance(one, torch.optim.Optimizer)]
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"{type(module).__name__} has {len(optimizers)} optimizers, which Lightning steps by hand only",
+            where="model",
+            fix="give one optimizer groups of parameters; or set automatic_optimization to False and plan the model in "
+            "Python: fairlead_planning.plan(Work(model, batch, loss, optimizers), '64xh100')",
+        )
+    return optimizers
 
 
 def _nested(found: Any) -> Iterator[Any]:
@@ -333,7 +341,7 @@ def _batch(job: JobConfig, root: CodeRoot) -> tuple[Any, int | None]:
                 loader = data.train_dataloader()
             else:
                 loader = build_user_object(job.model, root, "model", pl.LightningModule).train_dataloader()
-            batch = next(iter(loader))
+            batch = next(iter(loader), None)
     except UserCodeError:
         raise
     except Exception as error:
@@ -344,6 +352,13 @@ def _batch(job: JobConfig, root: CodeRoot) -> tuple[Any, int | None]:
             where="data",
             fix="plan where the data are; or in Python with a batch of your own: fairlead_planning.plan(Work(...))",
         ) from error
+    if batch is None:
+        raise ConfigError(
+            "the job's data give no training batch",
+            where="data",
+            why="train_dataloader() gives a loader that is empty",
+            fix="plan where the data are; or in Python with a batch of your own: fairlead_planning.plan(Work(...))",
+        )
     dataset = getattr(loader, "dataset", None)
     try:
         size = len(dataset) if dataset is not None else None

@@ -58,6 +58,14 @@ class Machines:
             return cls(count * nodes, cluster)
         if count < cluster.node:
             cluster = Cluster.of(found[2], network, count)
+        elif count % cluster.node:
+            each = max(size for size in range(1, cluster.node) if count % size == 0)
+            raise ConfigError(
+                f"{count} devices are no whole number of nodes of {cluster.node}",
+                where="--gpus",
+                fix=f"--gpus {count - count % cluster.node}x{found[2]}, or fewer on each node: "
+                f"--nodes {count // each} --gpus {each}x{found[2]}",
+            )
         return cls(count, cluster)
 
     @property
@@ -106,6 +114,8 @@ class Plan:
         )
 
     def _what_helps(self) -> str:
+        if not self.found.unfit:
+            return "take another number of devices, or of samples: --batch"
         helps = ["take more devices, or such with more memory"]
         if self.job.precision == "32-true":
             helps.append("trainer.precision: bf16-mixed")
@@ -385,6 +395,9 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
         strategy["shard"] = mesh.shard
         strategy |= {"sequence_parallel": True} if layout.sequence else {}
         strategy |= {"micro_batches": layout.accumulation, "schedule": layout.schedule} if mesh.pipeline > 1 else {}
+    words = getattr(made.job.settings.trainer.strategy, "plan", "auto") if made.job.settings is not None else "auto"
+    if mesh.tensor > 1 and words != "auto":
+        strategy["plan"] = dict(words)
     if layout.strategy == "fsdp2" and layout.sharding == "gradients":
         strategy["reshard_after_forward"] = False
     if layout.strategy == "fsdp2" and layout.offload:

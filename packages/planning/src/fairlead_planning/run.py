@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if arguments.calibration is not None:
         calibration = from_file(session.cwd / arguments.calibration, device)
     target = None if arguments.write is None else session.cwd / arguments.write
-    if target is not None and target.exists():
-        raise ConfigError(f"{arguments.write} is there already", where="--write", fix="name a new file")
+    if target is not None:
+        _writable(target, arguments.write)
     place = run_directory(job.model_dump(mode="json"), job.run, None, session.cwd)
     history = measured([place]) if place.is_dir() else None
     made = plan(
@@ -68,6 +69,15 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if target is not None:
         _write(made, loaded, arguments.choose, target, place, session, calibration)
     return 0
+
+
+def _writable(target: Path, name: str) -> None:
+    if target.exists():
+        raise ConfigError(f"{name} is there already", where="--write", fix="name a new file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"the folder of {name} does not exist", where="--write", fix=f"mkdir -p {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"no permission to write into the folder of {name}", where="--write", fix="name another file")
 
 
 def _machines(arguments: argparse.Namespace, resources: ResourcesConfig | None) -> Machines:
@@ -102,6 +112,11 @@ def _write(
     settings = settings_of(one.layout, made)
     for name, value in settings.items():
         data = apply_override(data, tuple(name.split(".")), value)
+    if loaded.job is not None and loaded.job.resources is not None:
+        cluster, each = made.machines.cluster, made.machines.count // made.machines.nodes
+        asked = {"nodes": made.machines.nodes, "devices_per_node": each, "device": cluster.device.name}
+        for name, value in asked.items():
+            data = apply_override(data, ("resources", name), value)
     text = f"# Written by fairlead plan: {title(one.layout)}.\n{yaml.dump(json.loads(json.dumps(data, default=str)))}"
     target.write_text(text, encoding="utf-8")
     cluster = made.machines.cluster

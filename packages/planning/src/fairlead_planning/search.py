@@ -16,6 +16,7 @@ from fairlead_planning.memory import MemoryModel, MemoryUse, fullest
 from fairlead_planning.profile import Profile
 from fairlead_planning.step_time import StepTime, StepTimer
 from fairlead_planning.variants import cast_when_gathered, checkpointed, with_rows
+from fairlead_runs.describe import counted
 from fairlead_strategies.layout import Layout as Mesh
 
 GIB: Final = 2.0**30
@@ -215,6 +216,8 @@ def layouts(
             )
         if family:
             yield family
+        elif job.wider is None:
+            refused[f"a rank's {share:,} samples are no multiple of the {job.profile.rows:,} of the batch"] += 1
 
 
 def _micro_batches(share: int, divisible: bool, rows: int) -> list[int]:
@@ -261,7 +264,7 @@ def _meshes(
                     refused[f"pipeline: {parts.pipeline_refusal}"] += 1
                     break
                 if pipeline > len(job.profile.units) - 1:
-                    refused[f"{len(job.profile.units) - 1} layers cannot be cut into {pipeline} stages"] += 1
+                    refused[f"{counted(len(job.profile.units) - 1, 'layer')} cannot be cut into {pipeline} stages"] += 1
                     break
                 if devices % (tensor * context * pipeline):
                     continue
@@ -275,7 +278,10 @@ def _meshes(
                         mesh = Mesh(pipeline, rest // shard, shard, context, tensor, expert)
                         sharding: Sharding = "full" if shard * context > 1 else "none"
                         yield "hybrid", mesh, sharding, False
-                        if tensor > 1 and expert == 1 and not parts.experts and parts.length % tensor == 0:
+                        # A pipeline's first stage has no end of the sequence's split, its last no beginning: `auto`
+                        # refuses that.
+                        whole = pipeline == 1 and expert == 1 and not parts.experts
+                        if tensor > 1 and whole and parts.length % tensor == 0:
                             yield "hybrid", mesh, sharding, True
 
 

@@ -13,7 +13,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +34,7 @@ from fairlead_planning.profile import CAST, Kernel, Kind, Phase, Profile, Storag
 aten = torch.ops.aten
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _CONVOLUTIONS: Final = ("convolution", "_convolution", "convolution_backward")
+_RECURRENT: Final = "mkldnn_rnn_layer"
 _PRIMES: Final = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103)
 _NO_KERNEL: Final = ("detach", "lift_fresh", "alias", "_local_scalar_dense", "empty", "empty_like", "new_empty")
 
@@ -94,9 +101,11 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
             model = _without_data(work.model, fake) if isinstance(work.model, nn.Module) else work.model()
             if not isinstance(model, nn.Module):
                 raise ConfigError(f"it made a {type(model).__name__}, no torch.nn.Module")
-            kept = [p.untyped_storage().nbytes() for p in model.parameters()]  # by the run, if the step casts them
             low = _low(work.precision)
-            if low is not None and work.precision.endswith(("-true", "-cast")):
+            if low is not None and work.precision.endswith("-true"):
+                _cast(model, low)
+            kept = [p.untyped_storage().nbytes() for p in model.parameters()]  # by the run, if the step casts them
+            if low is not None and work.precision.endswith("-cast"):
                 _cast(model, low)
             model.train()
             optimizers = list(work.optimizers(model))
@@ -351,7 +360,9 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._places.append((unit, expert))
         try:
             out = self.values.call(func, args, kwargs)
-        except UnknownValueError as error:
+        except (UnknownValueError, DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not isinstance(error, UnknownValueError):
+                error = UnknownValueError(f"the sizes of what {error.func} gives follow from numbers")
             raise ConfigError(
                 f"a step cannot be traced without its data: {error}",
                 why="how many tensors or which sizes follow is then not known before the run",
@@ -377,10 +388,14 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live(one, "activation", unit, state, expert, name)
             if name == CAST:
                 self._lives[_key(one)].head = head
+        if name == _RECURRENT:  # what it keeps for the backward pass, which a trace does not see: measured on a CPU
+            own = self._lives[_key(outs[3])]
+            own.bytes = 64 * outs[0].numel()
+            own.doubled = own.bytes * (self._times(outs[0].numel()) if self._prime else 1)
         if name == "convolution_backward":  # the library computes a weight's gradient in a layout of its own first
             size = float(max((_bytes(one) for one in ins[2:3]), default=0))
-            own = _Life(int(size), int(size), index, unit, "activation", state, expert, index, maker="workspace")
-            self._all.append(own)
+            bare = _Life(int(size), int(size), index, unit, "activation", state, expert, index, maker="workspace")
+            self._all.append(bare)
         if self.phase == "forward":
             for life in before:
                 life.forward = index
@@ -392,6 +407,8 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     life.gathered = life.gathered or life.state == _WHOLE
         elif "attention" in name:
             kind = "attention"
+        elif name.startswith(_RECURRENT):
+            kind = "matmul"
         flops, shape = _arithmetic(name, args, outs)
         read = {id(one): one for one in (*ins, *outs)}.values()
         if self._prime:
@@ -564,6 +581,10 @@ def _arithmetic(name: str, args: Any, outs: list[Tensor]) -> tuple[float, tuple[
         n, k, places = weight.shape[0], prod(weight.shape[1:]), result.numel() // max(1, result.shape[1])
         products = sum(args[-1][:2]) if backward else 1  # the gradients that are asked for
         return 2.0 * products * places * n * k, (products, places, n, k)
+    if name.startswith(_RECURRENT):  # a layer of an LSTM: inputs, and the weights of inputs and of states
+        products, positions = 2 if name.endswith("backward") else 1, prod(args[0].shape[:2])
+        n, k = args[1].shape[0], args[1].shape[1] + args[2].shape[1]
+        return 2.0 * products * positions * n * k, (products, positions, n, k)
     if "attention" in name:
         backward = "backward" in name
         q, key, value = args[1:4] if backward else args[:3]
