@@ -53,8 +53,7 @@ class Row:
     def profile(self) -> Profile:
         """The traced step."""
         one = self.layout
-        precision = "bf16-cast"
-        return traced(self.config, one.micro_batch, self.sequence, one.checkpointing, precision)
+        return traced(self.config, one.micro_batch, self.sequence, one.checkpointing, "bf16-cast")
 
 
 def source_of(text: str) -> str:

@@ -160,7 +160,10 @@ def test_a_layer_of_an_lstm_has_its_flops_and_what_it_keeps() -> None:
 
 def test_sizes_that_follow_from_numbers_are_refused() -> None:
     def packed(model: Any, batch: Any) -> Tensor:
-        return model(nn.utils.rnn.pack_padded_sequence(*batch, batch_first=True))[0].data.sum()
+        series, lengths = batch
+        out = model(nn.utils.rnn.pack_padded_sequence(series, lengths, batch_first=True))
+        loss: Tensor = out[0].data.sum()
+        return loss
 
     with pytest.raises(ConfigError, match="_pack_padded_sequence"):
         trace(Work(lambda: nn.LSTM(8, 8, batch_first=True), (torch.zeros(2, 5, 8), torch.tensor([5, 3])), packed))

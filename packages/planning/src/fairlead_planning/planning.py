@@ -56,7 +56,7 @@ class Machines:
         cluster = Cluster.of(found[2], network, count if nodes is not None else None)
         if nodes is not None:
             return cls(count * nodes, cluster)
-        if count < cluster.node:
+        if count < cluster.node or cluster.device.model == "":  # processes on the CPUs of one machine
             cluster = Cluster.of(found[2], network, count)
         elif count % cluster.node:
             each = max(size for size in range(1, cluster.node) if count % size == 0)
@@ -135,7 +135,8 @@ class Plan:
         """Why a layout stands where it stands, in one sentence."""
         first = self.best
         if one is first:
-            text = f"fastest of {self.found.tried - self.found.unfit:,} layouts that fit"
+            fit = self.found.tried - self.found.unfit
+            text = f"fastest of {fit:,} layouts that fit" if fit > 1 else "the only layout that fits"
             if any(other.time.seconds < one.time.seconds for other in self.found.candidates):
                 text = f"the simplest of those that are as fast, of {self.found.tried - self.found.unfit:,} that fit"
             largest, seconds = max(_terms(one.time).items(), key=lambda term: term[1])
@@ -173,7 +174,7 @@ class Plan:
         tokens = f" of {length:,} tokens" if length > 1 else ""
         states = sum(one.bytes for one in job.profile.storages if one.kind == "optimizer")
         held = sum(unit.parameter_bytes for unit in job.profile.units)
-        sizes = f"parameters {held / 1e9:.1f} GB, states of the optimizer {states / 1e9:.1f} GB"
+        sizes = f"parameters {_bytes(held)}, states of the optimizer {_bytes(states)}"
         yield f"{sizes}, before they are shared out"
         yield f"a step: {self.global_batch:,} samples{tokens}" + (
             f"; {self.steps:,} steps in all" if self.steps is not None else ""
@@ -226,13 +227,21 @@ class Plan:
         yield f"   of it {', '.join(parts)}"
         tight = ", tight" if use.total > _TIGHT * self.found.limit else ""
         yield f"   memory {use.total / GIB:.3g} GiB{tight}: {_memory(use)}"
+        if one.layout.offload:
+            yield f"   host memory {self._on_hosts() / GIB:,.0f} GiB of each node, for what is not on its devices"
         if len(one.memory) > 1:
             yield f"   stages {', '.join(f'{stage.total / GIB:.3g}' for stage in one.memory)} GiB"
         days = self.days(one)
         if days is not None:
             energy = time.joules * (self.steps or 0) / 3.6e6
             text = f"   {_days(days)} to the end without failures"
-            yield text + (f", {_energy(energy)} at the devices' rated power" if time.joules else "")
+            yield text + (f", {_energy(energy)} at the devices' rated power" if energy >= 0.01 else "")
+
+    def _on_hosts(self) -> float:
+        """Bytes of parameters, gradients and states on each node, where they are offloaded."""
+        profile = self.job.profile
+        held = sum(2 * unit.parameter_bytes for unit in profile.units)
+        return (held + sum(one.bytes for one in profile.storages if one.kind == "optimizer")) / self.machines.nodes
 
     def figures(self, one: Candidate | None = None) -> dict[str, Any]:
         """What is predicted of a layout, as a report compares it with what was measured."""
@@ -395,7 +404,8 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
         strategy["shard"] = mesh.shard
         strategy |= {"sequence_parallel": True} if layout.sequence else {}
         strategy |= {"micro_batches": layout.accumulation, "schedule": layout.schedule} if mesh.pipeline > 1 else {}
-    words = getattr(made.job.settings.trainer.strategy, "plan", "auto") if made.job.settings is not None else "auto"
+    own = made.job.settings.trainer.strategy if made.job.settings is not None else None
+    words: Any = getattr(own, "plan", "auto")
     if mesh.tensor > 1 and words != "auto":
         strategy["plan"] = dict(words)
     if layout.strategy == "fsdp2" and layout.sharding == "gradients":
@@ -447,7 +457,7 @@ def _memory(use: MemoryUse) -> str:
         "gathered and sent": use.communication,
         "margin": use.margin,
     }
-    return ", ".join(f"{name} {value / GIB:.3g}" for name, value in names.items() if value >= 0.005 * GIB)
+    return ", ".join(f"{name} {value / GIB:.3g}" for name, value in names.items() if value >= 0.001 * use.total)
 
 
 def _count(number: int) -> str:
@@ -459,6 +469,10 @@ def _count(number: int) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 5e7 else f"{size / 1e6:.3g} MB"
 
 
 def _energy(kwh: float) -> str:

@@ -269,7 +269,10 @@ def _meshes(
                 if devices % (tensor * context * pipeline):
                     continue
                 rest = devices // tensor // context // pipeline
-                for shard in sorted({rest, *(n for n in (cluster.node // tensor, cluster.node) if 1 < n < rest)}):
+                groups = [cluster.node // tensor, cluster.node]
+                if tensor == context == pipeline == 1:
+                    groups += [cluster.node * times for times in _powers(rest // cluster.node)]
+                for shard in sorted({rest, *(n for n in groups if 1 < n < rest)}):
                     if rest % shard:
                         continue
                     for expert in _experts(parts.experts, shard):
