@@ -23,6 +23,7 @@ from fairlead_strategies.layout import Layout as Mesh
 SMALL = Config(6, 256, 4, 2, 1024, 4096)
 
 
+@pytest.mark.full
 def test_the_page_is_what_the_command_writes() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `nox -s plan-table`"
 

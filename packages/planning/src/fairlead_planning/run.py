@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 from pathlib import Path
@@ -27,6 +28,14 @@ from fairlead_runs.predicted import write_plan
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
     """0: something fits. An error says what is missing."""
+    gc.disable()  # a trace is a hundred thousand objects that live to the end: looking for others takes a second
+    try:
+        return _run(arguments, session)
+    finally:
+        gc.enable()
+
+
+def _run(arguments: argparse.Namespace, session: Session) -> int:
     loaded = load_requested(arguments, session)
     raise_errors(loaded.findings)
     job = loaded.job
