@@ -58,6 +58,15 @@ def test_a_written_job_is_checked_and_remembers_what_was_predicted(tmp_path: Pat
     assert "is there already" in again.stderr
 
 
+def test_a_batch_of_the_whole_step_is_taken_as_it_is() -> None:
+    words = ["--gpus", "8xh100", "--json", "--set", "trainer.batch_size=global", "--set", "data.args.batch_size=64"]
+    done = fairlead("plan", "examples/gpt/job.yaml", *words, "--set", "trainer.accumulate_grad_batches=2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["global_batch"] == 64
+    assert found["layouts"][0]["settings"]["data.args.batch_size"] == 64
+
+
 BROKEN: dict[str, tuple[list[str], list[str]]] = {
     "no devices": (["examples/gpt/job.yaml"], ["on which devices", "--gpus 64xh100"]),
     "no number": (["examples/gpt/job.yaml", "--gpus", "h100"], ["says no number of devices", "64xh100"]),

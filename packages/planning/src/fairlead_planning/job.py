@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, UserCodeError
@@ -24,7 +24,7 @@ from fairlead_distributed.activation_checkpointing import find_layers
 from fairlead_distributed.parallel.plans import HEADS, automatic, from_patterns
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_planning.profile import Profile
-from fairlead_planning.trace import Work, trace, trace_rows
+from fairlead_planning.trace import Work, trace, trace_rows, with_samples
 from fairlead_runs.batch_size import batch_of_job
 
 _EIGHT_BITS: Final = ("fp8-torchao", "transformer-engine")
@@ -63,7 +63,7 @@ class Planned:
         profile: A step of `profile.rows` samples.
         wider: The same of more, if the batch can be divided.
         divisible: By what its model can be divided.
-        samples: Of one optimizer step of one data-parallel rank, as the job says.
+        samples: Of one optimizer step of one data-parallel rank, as the job says; with `batch_size: global` of all.
         steps: Optimizer steps of the whole job, given how many samples one takes; None: it does not say.
         compiled: Whether the model is compiled.
         settings: The job's own, where it was loaded from one.
@@ -135,8 +135,9 @@ def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
     )
     with _silent():
         profile, wider = _traced(work, rows)
-    accumulated = config.accumulate_grad_batches
-    samples = (batch_of_job(job) or rows or 1) * accumulated
+    samples = batch_of_job(job) or rows or 1
+    if config.batch_size != "global":  # that is of the whole step already
+        samples *= config.accumulate_grad_batches
 
     def count(global_batch: int) -> int | None:
         if steps is not None:
@@ -170,7 +171,7 @@ def _traced(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
     one, two = trace_rows(work, rows)
     if two is not None:
         return one, two
-    one, two = (trace(replace(work, batch=_with_rows(work.batch, rows, count))) for count in _ROWS)
+    one, two = (trace(replace(work, batch=with_samples(work.batch, rows, count))) for count in _ROWS)
     return one, two
 
 
@@ -178,12 +179,6 @@ def _rows(batch: Any) -> int | None:
     """How many samples a batch has, if all of its tensors are of as many."""
     sizes = {len(one) for one in tree_leaves(batch) if isinstance(one, Tensor) and one.ndim}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _with_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """The batch with another number of samples: its own, over and over."""
-    index = torch.arange(wanted) % rows
-    return tree_map(lambda one: one[index] if isinstance(one, Tensor) and one.ndim else one, batch)
 
 
 class _Parts:

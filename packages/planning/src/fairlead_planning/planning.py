@@ -14,17 +14,15 @@ from fairlead_planning.goodput import GoodputForecast, goodput_forecast
 from fairlead_planning.job import Planned, planned_work
 from fairlead_planning.layouts import Layout
 from fairlead_planning.memory import MemoryUse, as_dict
-from fairlead_planning.search import GIB, Candidate, Search, kind, search
+from fairlead_planning.search import GIB, STRATEGIES, Candidate, Search, kind, search
 from fairlead_planning.step_time import StepTime
 from fairlead_planning.trace import Work
 from fairlead_runs.checkpoint_interval import Measured
-from fairlead_runs.describe import counted
 
 _DAY: Final = 86_400.0
 _SHOWN: Final = 5
 _TIGHT: Final = 0.95
 """Of a device's memory: what needs more of it may fail by the error of the prediction."""
-STRATEGIES: Final = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -158,22 +156,20 @@ class Plan:
             layout, lacking = found.nearest
             nearest = f"the nearest, {title(layout)}, lacks {lacking / GIB:.3g} GiB"
             yield f"{found.unfit:,} layouts need more memory: {nearest}"
-        for reason, count in found.refused.most_common(4):
-            yield f"{reason} ({counted(count, 'layout')})"
+        yield from (reason for reason, _ in found.refused.most_common(4))
 
     def lines(self, shown: int = _SHOWN) -> Iterator[str]:
         """What a person reads."""
         job, cluster = self.job, self.machines.cluster
         device = cluster.device
-        where = f"{self.machines.count:,} x {device.name} ({device.memory_gib:.3g} GiB)"
+        where = f"{self.machines.count:,} x {device.name} ({self.found.limit / GIB:.3g} GiB)"
         if self.machines.nodes > 1:
             where += f" in {self.machines.nodes:,} nodes of {cluster.node}, {cluster.between.name} between them"
         formats = job.precision + (f" with products in {job.products}" if job.products else "")
         yield f"{job.name}: {_count(job.profile.parameters)} parameters, {formats}, on {where}"
         length = job.divisible.length
         tokens = f" of {length:,} tokens" if length > 1 else ""
-        states = sum(one.bytes for one in job.profile.storages if one.kind == "optimizer")
-        held = sum(unit.parameter_bytes for unit in job.profile.units)
+        held, states = job.profile.parameter_bytes, job.profile.optimizer_bytes
         sizes = f"parameters {_bytes(held)}, states of the optimizer {_bytes(states)}"
         yield f"{sizes}, before they are shared out"
         yield f"a step: {self.global_batch:,} samples{tokens}" + (
@@ -240,8 +236,7 @@ class Plan:
     def _on_hosts(self) -> float:
         """Bytes of parameters, gradients and states on each node, where they are offloaded."""
         profile = self.job.profile
-        held = sum(2 * unit.parameter_bytes for unit in profile.units)
-        return (held + sum(one.bytes for one in profile.storages if one.kind == "optimizer")) / self.machines.nodes
+        return (2 * profile.parameter_bytes + profile.optimizer_bytes) / self.machines.nodes
 
     def figures(self, one: Candidate | None = None) -> dict[str, Any]:
         """What is predicted of a layout, as a report compares it with what was measured."""
@@ -368,9 +363,7 @@ def plan(
 
 def _checkpoint(job: Planned, layout: Layout, machines: Machines) -> tuple[float, int]:
     """The bytes of a checkpoint, and how many nodes write it: of copies one does."""
-    profile = job.profile
-    state = float(sum(unit.parameter_bytes for unit in profile.units))
-    state += sum(one.bytes for one in profile.storages if one.kind == "optimizer")
+    state = job.profile.parameter_bytes + job.profile.optimizer_bytes
     shards = layout.mesh.shard if layout.sharding != "none" else 1
     each = max(1, machines.count // machines.nodes)
     return state, min(machines.nodes, -(-layout.mesh.pipeline * layout.mesh.tensor * shards // each))

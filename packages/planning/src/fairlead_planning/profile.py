@@ -102,6 +102,16 @@ class Profile:
     checkpointing: str = "none"
 
     @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters, as the run keeps them."""
+        return sum(one.parameter_bytes for one in self.units)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Of all states of the optimizer."""
+        return sum(one.bytes for one in self.storages if one.kind == "optimizer")
+
+    @property
     def parameters(self) -> int:
         """How many the model has."""
         return sum(one.parameters + one.expert_parameters for one in self.units)

@@ -20,7 +20,8 @@ from fairlead.jobs import LoadedJob
 from fairlead.overrides import apply_override
 from fairlead_planning.calibration import Calibration, from_file
 from fairlead_planning.job import planned_job
-from fairlead_planning.planning import STRATEGIES, Machines, Plan, plan, settings_of, title
+from fairlead_planning.planning import Machines, Plan, plan, settings_of, title
+from fairlead_planning.search import STRATEGIES
 from fairlead_runs.checkpoint_interval import measured
 from fairlead_runs.naming import run_directory
 from fairlead_runs.predicted import write_plan

@@ -20,6 +20,8 @@ from fairlead_runs.describe import counted
 from fairlead_strategies.layout import Layout as Mesh
 
 GIB: Final = 2.0**30
+STRATEGIES: Final = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed")
+"""Those that are tried."""
 ALIKE: Final = 0.03
 """By less than this share two predicted times are not told apart: it is the median error on published runs."""
 _SIMPLE: Final = ("single", "ddp", "fsdp2", "hybrid", "deepspeed")
@@ -51,7 +53,7 @@ class Search:
         unfit: How many need more memory than there is.
         nearest: Of those the one that lacks least, and how many bytes.
         lacking: For each kind of layout (`kind`) how many bytes the one lacks that is nearest to fit.
-        refused: Of what cannot be laid out at all: why, and how many layouts it would have been.
+        refused: Why meshes and batches cannot be laid out at all, and how often that ended a try.
     """
 
     limit: float
@@ -71,7 +73,7 @@ def search(
     *,
     calibration: Calibration | None = None,
     memory_gib: float | None = None,
-    strategies: tuple[str, ...] = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed"),
+    strategies: tuple[str, ...] = STRATEGIES,
 ) -> Search:
     """Tries all layouts of a job on so many devices.
 
@@ -120,8 +122,8 @@ def search(
 
     def rank(one: Candidate) -> tuple[int, int, float]:
         """Where two are as fast, within what a prediction can tell, the one with fewer parts comes first."""
-        kind = one.layout.strategy.partition("_")[0]
-        return int(log(one.time.seconds / fastest) / ALIKE), _SIMPLE.index(kind), one.time.seconds
+        simple = _SIMPLE.index(one.layout.strategy.partition("_")[0])
+        return int(log(one.time.seconds / fastest) / ALIKE), simple, one.time.seconds
 
     ranked = sorted(best.values(), key=rank)
     found.candidates = [replace(one, memory=tuple(model.use(one.layout))) for one in ranked]

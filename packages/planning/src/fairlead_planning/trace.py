@@ -96,8 +96,7 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
     # What is compiled is run as it is written: a trace is of its operators.
     with torch.compiler.set_stance("force_eager"), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         values = KnownValues(fake)
-        with _Recorder(values) as building, torch.random.fork_rng(devices=()):
-            del building
+        with _Recorder(values), torch.random.fork_rng(devices=()):
             model = _without_data(work.model, fake) if isinstance(work.model, nn.Module) else work.model()
             if not isinstance(model, nn.Module):
                 raise ConfigError(f"it made a {type(model).__name__}, no torch.nn.Module")
@@ -114,7 +113,7 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
         if rows is not None:
             prime = _prime(model, batch)
         if prime:
-            batch = tree_map(lambda one: _repeated(one, rows or 1, prime), batch)
+            batch = with_samples(batch, rows or 1, prime)
         batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), batch)
         with _Step(model, values, kept, work.plan(model), prime) as step:
             with ExitStack() as stack:
@@ -145,12 +144,11 @@ def _prime(model: nn.Module, batch: Any) -> int:
     return next((p for p in _PRIMES if all(size % p for size in sizes if size)), 0)
 
 
-def _repeated(one: Any, rows: int, wanted: int) -> Any:
-    """A tensor of the batch with another number of samples: its own, over and over."""
-    if not isinstance(one, Tensor) or not one.ndim:
-        return one
+def with_samples(batch: Any, rows: int, wanted: int) -> Any:
+    """A batch of `rows` samples with another number of them: its own, over and over."""
     with unset_fake_temporarily():
-        return one[torch.arange(wanted) % rows]
+        index = torch.arange(wanted) % rows
+        return tree_map(lambda one: one[index] if isinstance(one, Tensor) and one.ndim else one, batch)
 
 
 def _low(precision: str) -> torch.dtype | None:
@@ -291,7 +289,6 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key, units in used.items():
             if len(units) > 1:  # shared by several: it lies with none of them
                 found[key] = (0, *found[key][1:])
-        self._owned: dict[int, Tensor] = {}
         for p in self.model.parameters():
             unit, split, expert = found[id(p)]
             self._live(p, "parameter", unit, _SPLIT if split else _WHOLE, expert)
