@@ -5,23 +5,20 @@ from __future__ import annotations
 import random
 import sys
 from collections import defaultdict, deque
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
-import pytest
 import torch
 from tiny_job import Line, plain
 
 from fairlead_distributed.run.memory import remembered
 from fairlead_launch.prove.compare import Unequal, trained_otherwise
 from fairlead_launch.prove.course import explained
-from fairlead_lightning.commands.prove import covered
-from fairlead_lightning.commands.prove_plan import DecidingPlan, Epochs
-from fairlead_lightning.commands.prove_probe import owners_of_fit
+from fairlead_launch.prove.plan import Plan
+from fairlead_lightning.resume.users import owners_of_fit
 
 
 class Helper:
@@ -114,63 +111,8 @@ def test_variables_of_the_users_modules_are_read(tmp_path: Path) -> None:
 def test_the_places_of_a_proof() -> None:
     """There is a step between the checkpoint and the kill, and the kill comes before the last step."""
     for steps in range(3, 40):
-        plan = DecidingPlan.of(steps)
+        plan = Plan.of(steps)
         assert 0 < plan.checkpoint < plan.kill < plan.steps
-
-
-EPOCH_OF_100 = Epochs(100, 1, validates=True, every_batches=100, every_epochs=1, by_epoch=False)
-
-
-@pytest.mark.parametrize(
-    "epochs",
-    [
-        EPOCH_OF_100,
-        replace(EPOCH_OF_100, accumulate=4),
-        replace(EPOCH_OF_100, every_batches=25),
-        replace(EPOCH_OF_100, every_batches=500, every_epochs=None),
-        replace(EPOCH_OF_100, every_batches=4, every_epochs=3),
-        replace(EPOCH_OF_100, batches=None, every_batches=None),
-        replace(EPOCH_OF_100, every_batches=0),
-        replace(EPOCH_OF_100, validates=False, by_epoch=True),
-        replace(EPOCH_OF_100, every_batches=3, by_epoch=True),  # validations come, but no end of an epoch
-    ],
-)
-def test_epochs_are_cut_where_steps_do_not_reach_a_decision(epochs: Epochs) -> None:
-    """One before the checkpoint, so that the state of what decides is in it; one behind the kill, which needs that."""
-    for steps in (3, 8, 20, 33):
-        assert not DecidingPlan.of(steps).reaches_decisions(epochs)
-        plan = DecidingPlan.of(steps).deciding(epochs)
-        assert plan.steps >= steps
-        assert plan.epoch is not None
-        every = None if epochs.every_epochs is None else 1
-        shorter = replace(epochs, batches=plan.epoch, every_batches=plan.epoch, every_epochs=every)
-        assert plan.reaches_decisions(shorter)
-
-
-def test_epochs_stay_whole_where_the_steps_reach() -> None:
-    assert DecidingPlan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=8, every_batches=8))
-    assert DecidingPlan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=16, every_batches=16, accumulate=2))
-    # A validation between checkpoint and kill saves: the resume would begin there.
-    assert not DecidingPlan.of(20).reaches_decisions(replace(EPOCH_OF_100, batches=4, every_batches=4))
-
-
-def test_the_last_line_says_which_decisions_it_has_seen() -> None:
-    """And which not: a schedule that has not come to its turn is not proven."""
-    decided = {
-        "begin": {"EarlyStopping": "inf", "ReduceLROnPlateau": "0", "Mine": "0"},
-        "checkpoint": {"EarlyStopping": "0.5", "ReduceLROnPlateau": "0", "Mine": "0"},
-        "end": {"EarlyStopping": "0.4", "ReduceLROnPlateau": "0", "Mine": "1"},
-    }
-    noted = {"step": 8, "validates": True, "validated": [3, 6], "decided": decided}
-    plan = DecidingPlan.of(8).deciding(EPOCH_OF_100)
-    line = covered(noted, plan, EPOCH_OF_100)
-    assert line.startswith("compared after 8 steps, in epochs of 3 batches of 100, each with a validation: weights")
-    assert "with the validations after step 3, 6; ReduceLROnPlateau decided nothing in these steps" in line
-    assert "Mine decided nothing before the checkpoint" in line
-    assert line.endswith("; EarlyStopping decided before the checkpoint and after the resume")
-    none = covered(noted | {"validated": [], "decided": {}}, DecidingPlan.of(8), None)
-    assert none.startswith("compared after 8 steps: ")
-    assert none.endswith("; no validation came in these steps")
 
 
 def test_an_item_is_told_with_what_holds_it() -> None:

@@ -25,13 +25,13 @@ from fairlead_distributed.run.scripts import advice_for_scripts, described_job, 
 from fairlead_distributed.run.session import RunSession
 from fairlead_launch.prove.plan import instructions_in
 from fairlead_lightning import compat
-from fairlead_lightning.commands.prove_probe import owners_of_fit
 from fairlead_lightning.display.quiet import hush
 from fairlead_lightning.fit import as_seen_by, callbacks_of, run_loggers
 from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.loggers.of_scripts import continue_loggers
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_lightning.resume.seen import uncut_loggers
+from fairlead_lightning.resume.users import owners_of_fit
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard

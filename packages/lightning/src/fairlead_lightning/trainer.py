@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +48,7 @@ from fairlead_lightning.fit import (
 )
 from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.metrics.predictions import predict_distributed
+from fairlead_lightning.resume.users import owners_of_fit
 from fairlead_runs import fingerprint
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
@@ -124,7 +126,8 @@ class Trainer(L.Trainer):
             guard=guard,
             job=job,
         )
-        arguments = trainer_arguments(self._context, root or code_root(None, code=self.run_config.code, cwd=Path.cwd()))
+        self._root = root or code_root(None, code=self.run_config.code, cwd=Path.cwd())
+        arguments = trainer_arguments(self._context, self._root)
         given = [*arguments["callbacks"], *callbacks]
         # A user's own bar takes the place of ours; Lightning refuses two.
         self._shows = arguments["enable_progress_bar"] and not any(isinstance(c, ProgressBar) for c in given)
@@ -245,6 +248,8 @@ class Trainer(L.Trainer):
                 job, resolution, self.run_config, environ=environ, ckpt_path=ckpt_path, copies=copies
             )
         self.session = session
+        if session.proof is not None:
+            session.proof.watch(partial(owners_of_fit, self), self._root.folders)
         if session.finished is not None:
             self.progress.say(f"{session.path} is finished: {session.finished}; nothing to do")
             if self._job is not None or session.checkpoint is None:

@@ -24,7 +24,7 @@ from fairlead_distributed.run.boundary import Boundary
 from fairlead_distributed.run.ending import Ending
 from fairlead_distributed.run.failure_watch import FailureWatch
 from fairlead_distributed.run.opening import open_session
-from fairlead_distributed.run.proof import ScriptProof, owners_of
+from fairlead_distributed.run.proof import RankProof, owners_of
 from fairlead_distributed.run.scripts import advice_for_scripts, as_seen, described_job
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.run.store_copies import store_copies
@@ -69,7 +69,7 @@ class OpenRun(ABC):
         guard: StopGuard | None,
         copy_to: str | Mapping[str, Any] | None = None,
     ) -> None:
-        proof = ScriptProof.of(environ)
+        proof = RankProof.of(environ)
         if proof is not None:  # which copies nothing, and has nothing started again
             config, copy_to = proof.without_requeue(config, plugins), None
         self.steps = 0

@@ -19,7 +19,7 @@ from fairlead.plugins import default_plugins
 from fairlead.resolve import Resolution
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.checksums import check_for, help_to_compare
-from fairlead_distributed.run.proof import ScriptProof
+from fairlead_distributed.run.proof import RankProof
 from fairlead_distributed.run.resume_source import (
     committed,
     compares,
@@ -55,7 +55,7 @@ def open_session(
     `ckpt_path` is what a run without checkpoints starts from; of `copies` the newest is fetched, and this start copies
     there.
     """
-    proof = ScriptProof.of(environ)
+    proof = RankProof.of(environ)
     if proof is not None:
         run = proof.redirected(run)
         if copies is not None:

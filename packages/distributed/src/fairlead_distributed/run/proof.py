@@ -1,4 +1,4 @@
-"""In a rank of `fairlead launch --prove-resume`: saves and ends at the steps of the plan, and notes what is kept."""
+"""In a rank of `--prove-resume`: saves and ends at the steps of the plan, and notes what the user's code keeps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _OTHERS_S: Final = 60.0
 _OF_TORCH: Final = frozenset({*vars(nn.Module()), "training"})
 
 
-class ScriptProof:
-    """What this start of a script is to do for a proof, which its run calls at each heartbeat."""
+class RankProof:
+    """What this start of a training is to do for a proof; its run calls it at each heartbeat."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
         self._notes = Path(found["notes"])
@@ -38,12 +38,13 @@ class ScriptProof:
         self._to_save = {self._plan.checkpoint, self._plan.steps}
         self._resumed_at: int | None = None
         self._owners: Callable[[], Sequence[Owner]] = list
+        self._folders: Sequence[Path] = (Path(sys.argv[0]).absolute().parent, Path.cwd())
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> ScriptProof | None:
-        """The proof that has started this process; None: there is none, or it is one of a job."""
+    def of(cls, environ: Mapping[str, str]) -> RankProof | None:
+        """The proof that has started this process, if any."""
         found = instructions_in(environ)
-        return cls(found) if found is not None and "runs" in found else None
+        return cls(found) if found is not None else None
 
     def redirected(self, run: RunConfig) -> RunConfig:
         """The run in the folder of the proof; its own directory is left alone."""
@@ -55,15 +56,21 @@ class ScriptProof:
         none = TrainerConfig.model_validate({"requeue": "none"}, context={"plugins": plugins}).requeue
         return config.model_copy(update={"requeue": none})
 
-    def watch(self, owners: Callable[[], Sequence[Owner]]) -> None:
-        """Who keeps values beside the script's own modules; asked whenever they are noted."""
+    def watch(self, owners: Callable[[], Sequence[Owner]], folders: Sequence[Path] = ()) -> None:
+        """Who keeps values beside the user's own modules, asked whenever they are noted.
+
+        Args:
+            owners: The objects.
+            folders: Where the user's modules are; by default beside the script and in the working directory.
+        """
         self._owners = owners
+        self._folders = folders or self._folders
 
     def saves(self, step: int) -> bool:
-        """Whether all ranks are to save after this step; once."""
-        due = step in self._to_save
-        self._to_save.discard(step)
-        return due
+        """Whether all ranks are to save after this step; once. With several optimizers a batch has several steps."""
+        due = {one for one in self._to_save if one <= step}
+        self._to_save -= due
+        return bool(due)
 
     def at(self, run: Path, step: int) -> None:
         """This rank is at a step: takes notes, and ends it where that is planned."""
@@ -74,7 +81,9 @@ class ScriptProof:
         saved = newest.step if newest is not None else 0
         # At each heartbeat of the step: what belongs to it, or a script restores, may come late.
         if self._again:
-            self._resumed_at = step if self._resumed_at is None else self._resumed_at
+            if self._resumed_at is None:
+                self._resumed_at = step
+                self.saves(step)  # it has its checkpoint
             if step == self._resumed_at:
                 self._note(RESTORED)
         elif step <= plan.kill:  # a script may save between the two, and resumes from there
@@ -98,8 +107,7 @@ class ScriptProof:
             time.sleep(0.01)
 
     def _note(self, name: str) -> None:
-        script = Path(sys.argv[0]).absolute().parent
-        found = remembered(self._owners(), [script, Path.cwd()])
+        found = remembered(self._owners(), self._folders)
         note(self._notes, name, get_rank()).write_text(json.dumps(found, indent=0))
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing import ProcessExitedException
 from fairlead.errors import FairleadError, RunDirectoryError, RunFailedError, RunLockedError
 from fairlead.exactness import job_digest
 from fairlead_distributed.info import get_world_size
-from fairlead_distributed.run.proof import ScriptProof
+from fairlead_distributed.run.proof import RankProof
 from fairlead_distributed.stacks import StacksOnRequest
 from fairlead_launch.reports import lost_a_peer
 from fairlead_runs import Beat, Heartbeat, History, RunDirectory, fingerprint, origin, read_heartbeats
@@ -33,7 +33,7 @@ class RunSession:
 
     Attributes:
         fence: What rank 0 checks before it changes the run; None on the others, and of a finished run.
-        proof: Of `fairlead launch --prove-resume`, which has started this script.
+        proof: Of `--prove-resume`, which has started this process.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunSession:
         self.finished = handoff.finished
         self.previous = previous
         self.messages = messages
-        self.proof: ScriptProof | None = None
+        self.proof: RankProof | None = None
         self.phase = ""
         """Where this rank is, as in its heartbeat."""
         self._step = 0

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Final, Generic, TypeVar
+from typing import ClassVar, Final
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, RunFailedError
@@ -19,11 +19,10 @@ from fairlead_runs.commit import newest_complete
 
 _SHOWN: Final = 5
 _TAIL: Final = 2000
-SomePlan = TypeVar("SomePlan", bound=Plan)
 
 
-class Proof(ABC, Generic[SomePlan]):
-    """One proof, in a folder of its own; an engine says how its training is started and what was compared.
+class Proof(ABC):
+    """One proof, in a folder of its own, of a job or of a script.
 
     Attributes:
         name: The job or the script.
@@ -34,7 +33,7 @@ class Proof(ABC, Generic[SomePlan]):
     fixes: ClassVar[Mapping[str, str]]
     deterministic: ClassVar[str]
 
-    def __init__(self, session: Session, name: str, folder: Path, plan: SomePlan) -> None:
+    def __init__(self, session: Session, name: str, folder: Path, plan: Plan) -> None:
         self.name = name
         self.session = session
         self.folder = folder
@@ -45,22 +44,13 @@ class Proof(ABC, Generic[SomePlan]):
     def words(self) -> list[str]:
         """What is behind `fairlead` to train once; in the folder `runs` of `folder`."""
 
-    @abstractmethod
-    def instructions(self, notes: Path, *, kill: bool, again: bool) -> str:
-        """The instructions for the ranks of one start; `again`: it is to resume."""
-
-    @property
-    @abstractmethod
-    def enough(self) -> str:
-        """What a training needs to come to its kill."""
-
-    @abstractmethod
     def compared(self, undisturbed: Trained) -> str:
         """What was compared, for the last line of a proof."""
-
-    def how(self) -> list[str]:
-        """What of the training was changed to prove it."""
-        return []
+        newest = newest_complete(undisturbed.path / "checkpoints").checkpoint
+        assert newest is not None  # they were compared
+        ends = "" if newest.metadata.get("epoch") else "; no epoch ended in these steps"
+        text = "all that the checkpoint holds, metrics.csv, and what your code and its modules keep"
+        return f"compared after {newest.step} steps: {text}{ends}"
 
     def run(self, kept: list[Path]) -> int:
         """Tries it and prints the report: 0 where the resume is equal, else 1.
@@ -82,7 +72,7 @@ class Proof(ABC, Generic[SomePlan]):
 
     def report(self) -> tuple[bool, list[str]]:
         """Whether the resume is equal in every bit, and what to say of it: what differs, and why."""
-        undisturbed = self.undisturbed()
+        undisturbed = self.trained("undisturbed")
         self.to_end("interrupted", kill=True)
         killed, saved = self._killed()
         resumed = self.trained("interrupted", "resumed")
@@ -106,7 +96,7 @@ class Proof(ABC, Generic[SomePlan]):
         lost = [one for one in undisturbed.not_restored(resumed, saved) if one.name not in names]
         record = last_record(resumed.path)
         said = [sentence(reason) for reason in record.seen] if record is not None else []
-        return False, [f"the resume differs: {done}", *explained(left, lost, said, self.fixes), *self.how()]
+        return False, [f"the resume differs: {done}", *explained(left, lost, said, self.fixes)]
 
     def _not_deterministic(self, undisturbed: Trained, control: Trained, noise: list[Unequal]) -> list[str]:
         """Two undisturbed runs differ; whether the order of sets is the reason, a third one shows."""
@@ -119,10 +109,6 @@ class Proof(ABC, Generic[SomePlan]):
         lines += [f"  why:   {one}" for one in undisturbed.not_restored(control)[:_SHOWN]]
         causes = "a clock, a generator that is not seeded, or kernels that are not deterministic"
         return [*lines, f"  why:   {causes}", f"  do:    count steps instead of seconds; {self.deterministic}"]
-
-    def undisturbed(self) -> Trained:
-        """Trains to the end."""
-        return self.trained("undisturbed")
 
     def trained(self, name: str, again: str | None = None, hash_seed: int | None = None) -> Trained:
         """One run that comes to its end; its directory is moved away, so that all are trained at the same place."""
@@ -147,19 +133,16 @@ class Proof(ABC, Generic[SomePlan]):
         notes.mkdir(parents=True, exist_ok=True)
         for stale in notes.glob("*.json") if again else ():
             stale.unlink()  # of the start that was killed
-        environ = {**self.session.environ, PLAN: self.instructions(notes, kill=kill, again=again)}
+        instructions = self.plan.to_json(notes, kill=kill, runs=str(self.folder / "runs"), again=again)
+        environ = {**self.session.environ, PLAN: instructions}
         if environ.get("PYTHONHASHSEED", "random") == "random":  # else a resumed process has the same as well
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
         began = time.monotonic()
         log = place / f"{what}.log"
         code = run_fairlead(self.words(), self.session, environ, log)
-        self.session.warn(f"{what}: {self.ended(notes, kill=kill)} in {time.monotonic() - began:.0f} s")
+        self.session.warn(f"{what}: {'killed' if kill else 'trained'} in {time.monotonic() - began:.0f} s")
         if code and not kill:
             raise RunFailedError(f"the {what} run ended with exit code {code}", why=_tail(log))
-
-    def ended(self, notes: Path, *, kill: bool) -> str:
-        """How a start has ended, in a word."""
-        return "killed" if kill else "trained"
 
     def _run(self) -> Path:
         runs = self.folder / "runs"
@@ -180,7 +163,7 @@ class Proof(ABC, Generic[SomePlan]):
             raise RunFailedError(
                 "the run ended before it could be killed behind its first checkpoint",
                 why=_tail(self.folder / "interrupted" / "interrupted.log"),
-                fix=self.enough,
+                fix="a longer training (a limit such as max_epochs ends it?), or fewer steps",
             )
         newest = newest_complete(self._run() / "checkpoints").checkpoint
         assert newest is not None  # they were killed behind it

@@ -10,12 +10,10 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead_launch.node_commands import option_words
 from fairlead_launch.outer_launch import find_outer_launch
-from fairlead_launch.prove.compare import Trained
 from fairlead_launch.prove.course import Proof
 from fairlead_launch.prove.plan import Plan
 from fairlead_launch.settings import LaunchConfig
 from fairlead_launch.trials import trial_folder
-from fairlead_runs.commit import newest_complete
 
 
 def prove_script(config: LaunchConfig, script: Sequence[str], session: Session, steps: int) -> int:
@@ -37,7 +35,7 @@ def prove_script(config: LaunchConfig, script: Sequence[str], session: Session, 
         return _ScriptProof(config, script, session, folder, Plan.of(steps)).run(kept)
 
 
-class _ScriptProof(Proof[Plan]):
+class _ScriptProof(Proof):
     fixes: ClassVar = {
         "callback": "have it return it from state() and be an ExportableState (Hugging Face), or from state_dict() "
         "and load_state_dict() (Lightning)",
@@ -53,18 +51,5 @@ class _ScriptProof(Proof[Plan]):
         module = ["-m"] if config.module else []
         self._words = ["launch", *option_words(config.model_copy(update=own)), *module, *script]
 
-    @property
-    def enough(self) -> str:
-        return f"a longer training, or fewer steps: --prove-steps {max(3, self.plan.steps // 2)}"
-
     def words(self) -> list[str]:
         return self._words
-
-    def instructions(self, notes: Path, *, kill: bool, again: bool) -> str:
-        return self.plan.to_json(notes, kill=kill, runs=str(self.folder / "runs"), again=again)
-
-    def compared(self, undisturbed: Trained) -> str:
-        newest = newest_complete(undisturbed.path / "checkpoints").checkpoint
-        assert newest is not None  # they were compared
-        own = "all that the checkpoint holds, metrics.csv, and the variables of your modules"
-        return f"compared after {newest.step} steps: {own}"

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar
 
 from fairlead.checks import CheckedJob
 from fairlead.cli.session import Session
-from fairlead.errors import ConfigError, RunFailedError
+from fairlead.errors import ConfigError
 from fairlead.resolution import Resolution
-from fairlead_launch.prove.compare import Trained
 from fairlead_launch.prove.course import Proof
+from fairlead_launch.prove.plan import Plan
 from fairlead_launch.trials import trial_folder
 from fairlead_lightning.commands.prepare import prepare
-from fairlead_lightning.commands.prove_plan import DECIDED, EPOCHS, DecidingPlan, Epochs
 from fairlead_lightning.trials import fit_words, require_own_start
-from fairlead_runs.commit import best_or_newest
 from fairlead_runs.naming import run_directory
-from fairlead_runs.waiting import listed
-
-_COMPARED: Final = (
-    "weights, optimizers, schedules, callbacks, loaders, generators, metrics.csv, and what your code keeps"
-)
 
 
 def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
@@ -37,7 +27,7 @@ def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
     assert checked.resolution is not None
     folder_of_runs = run_directory(job.model_dump(mode="json"), job.run, checked.resolution.job, session.cwd).parent
     with trial_folder(folder_of_runs, ".prove-") as (folder, kept):
-        return _FitProof(arguments, session, checked.resolution, folder, DecidingPlan.of(steps)).run(kept)
+        return _FitProof(arguments, session, checked.resolution, folder, Plan.of(steps)).run(kept)
 
 
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
@@ -58,7 +48,7 @@ def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
     return checked
 
 
-class _FitProof(Proof[DecidingPlan]):
+class _FitProof(Proof):
     fixes: ClassVar = {
         "callback": "return it from state_dict() of the callback, and take it back in load_state_dict()",
         "model": "make it a buffer, or save it in on_save_checkpoint() and restore it in on_load_checkpoint()",
@@ -68,115 +58,23 @@ class _FitProof(Proof[DecidingPlan]):
     deterministic = "trainer.deterministic: true"
 
     def __init__(
-        self, arguments: argparse.Namespace, session: Session, resolution: Resolution, folder: Path, plan: DecidingPlan
+        self, arguments: argparse.Namespace, session: Session, resolution: Resolution, folder: Path, plan: Plan
     ) -> None:
         super().__init__(session, " ".join(arguments.job), folder, plan)
         self._arguments = arguments
-        self._whole: Epochs | None = None
-        """What the epochs of the job are where they were cut."""
         self._io = resolution.checkpoint_io
-        self._trainer = resolution.trainer
-        self._monitors = resolution.trainer.checkpoint.monitor is not None
-
-    @property
-    def enough(self) -> str:
-        return f"more steps: --prove-resume {4 * self.plan.steps}; and no limit below that, such as max_epochs"
-
-    def compared(self, undisturbed: Trained) -> str:
-        text = covered(json.loads((undisturbed.notes / DECIDED).read_bytes()), self.plan, self._whole)
-        if self._monitors:
-            text += f"; evaluations take {best_or_newest(undisturbed.path / 'checkpoints')[1]}, in both"
-        return text
-
-    def how(self) -> list[str]:
-        return [f"  with:  {self._cut()}"] if self._whole is not None else []
-
-    def undisturbed(self) -> Trained:
-        """Trains to the end; again with shorter epochs, if something decides by a metric that these never reach."""
-        try:
-            return self.trained("undisturbed")
-        except RunFailedError:
-            place = self.folder / "undisturbed"
-            note = place / "notes" / EPOCHS
-            if not note.exists():
-                raise
-            self._whole = Epochs(**json.loads(note.read_bytes()))
-            self.plan = self.plan.deciding(self._whole)
-            self.session.warn(f"the callbacks decide later than these steps: {self._cut()}")
-            shutil.rmtree(place)
-            shutil.rmtree(self.folder / "runs")
-            return self.trained("undisturbed")
-
-    def ended(self, notes: Path, *, kill: bool) -> str:
-        return "looked at" if (notes / EPOCHS).exists() else super().ended(notes, kill=kill)
-
-    def _cut(self) -> str:
-        assert self._whole is not None
-        return f"{self.plan.steps} steps, {cut(self.plan, self._whole)}"
-
-    def instructions(self, notes: Path, *, kill: bool, again: bool) -> str:
-        return self.plan.to_json(notes, kill=kill, monitor=self._monitors)
 
     def words(self) -> list[str]:
-        plan = self.plan
         sets = {
             "run.dir": str(self.folder / "runs"),
             "run.name": "run",
             "run.resume": "auto",
             "trainer.requeue": "none",
-            "trainer.max_steps": plan.steps,
-            "trainer.max_time": None,
-            "trainer.min_steps": None,
-            "trainer.min_epochs": None,
             "trainer.loggers": [],
-            "trainer.log_every_n_steps": 1,
+            "trainer.log_every_n_steps": 1,  # so that the first step shows that differs
             "trainer.enable_progress_bar": False,
-            "trainer.checkpoint.every_n_steps": plan.checkpoint,
-            "trainer.checkpoint.every_n_epochs": None,
-            "trainer.checkpoint.every_n_minutes": None,
-            # The best checkpoint is one of those that a validation has measured.
-            "trainer.checkpoint.on_validation": self._monitors and self._trainer.checkpoint.on_validation,
-            **plan.settings(self._trainer),
         }
         io = self._io
         if hasattr(io, "url") and hasattr(io, "inner"):  # nothing of a trial goes to the store
             sets["trainer.checkpoint_io"] = io.inner.model_dump(mode="json")
         return fit_words(self._arguments.job, self._arguments.overrides, sets)
-
-
-def covered(noted: Mapping[str, Any], plan: DecidingPlan, whole: Epochs | None) -> str:
-    """What a proof compared, and which validations and decisions were in it.
-
-    Args:
-        noted: The note `DECIDED` of the undisturbed run.
-        plan: The plan that it followed.
-        whole: The epochs of the job, where those of the proof were cut.
-    """
-    how = f", {cut(plan, whole)}" if whole is not None else ""
-    found = [f"compared after {noted['step']} steps{how}: {_COMPARED}"]
-    validated = sorted(set(noted["validated"]))
-    if validated:
-        shown = listed([str(step) for step in validated], most=4)
-        found.append(f"with the validation{'s' if len(validated) > 1 else ''} after step {shown}")
-    elif noted["validates"]:
-        found.append("no validation came in these steps")
-    begin, checkpoint, end = (noted["decided"].get(when, {}) for when in ("begin", "checkpoint", "end"))
-    both: list[str] = []
-    for name in begin:
-        before, after = begin[name] != checkpoint.get(name), checkpoint.get(name) != end.get(name)
-        if before and after:
-            both.append(name)
-        else:
-            when = "before the checkpoint" if after else "after the resume" if before else "in these steps"
-            found.append(f"{name} decided nothing {when}")
-    if both:
-        found.append(f"{listed(both)} decided before the checkpoint and after the resume")
-    return "; ".join(found)
-
-
-def cut(plan: DecidingPlan, whole: Epochs) -> str:
-    """How the epochs of a proof differ from those of the job."""
-    count = f"{plan.epoch} batch{'es' if plan.epoch != 1 else ''}"
-    of = f" of {whole.batches}" if whole.batches is not None else ""
-    end = ", each with a validation" if whole.validates else ""
-    return f"in epochs of {count}{of}{end}"

@@ -17,14 +17,13 @@ from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import BuildContext
-from fairlead.user_code import CodeRoot, activate
+from fairlead.user_code import activate
 from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.run.failure_watch import SpokenForError
 from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.run.opening import file_to_evaluate
 from fairlead_distributed.run.out_of_memory import note_out_of_memory
-from fairlead_launch.prove.plan import instructions_in
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, send_report, shown_after_rank_0, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet
@@ -92,7 +91,7 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
         _train_reference(verifying, checked, session)
         return
     evaluates = arguments.command != "fit"
-    callbacks = [StopEvaluation(guard.flags)] if evaluates else _probes(session.environ, root, _rank(checked))
+    callbacks = [StopEvaluation(guard.flags)] if evaluates else _probes(session.environ, _rank(checked))
     try:
         trainer = Trainer(
             job,
@@ -119,13 +118,9 @@ def _run(arguments: argparse.Namespace, session: Session, checked: CheckedJob, g
         _evaluate(arguments, session, job, trainer, model, data)
 
 
-def _probes(environ: Mapping[str, str], root: CodeRoot, rank: int) -> list[L.Callback]:
-    """What a start of `fairlead fit --prove-resume` or `fairlead verify` takes notes with; of no use to any other."""
-    proving, verifying = instructions_in(environ), Plan.of(environ)
-    if proving is not None:
-        from fairlead_lightning.commands.prove_probe import Probe
-
-        return [Probe(proving, root.folders)]
+def _probes(environ: Mapping[str, str], rank: int) -> list[L.Callback]:
+    """What a start of `fairlead verify` takes notes with; of no use to any other."""
+    verifying = Plan.of(environ)
     if verifying is not None:
         from fairlead_lightning.verify.probe import LayoutProbe
         from fairlead_lightning.verify.standing import write_where_it_stands

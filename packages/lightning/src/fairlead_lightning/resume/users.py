@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.plain_data import ATOMS
+from fairlead_distributed.run.memory import Owner
 from fairlead_distributed.user_objects import OF_A_MODULE, is_engines, is_stateful, is_users_class
 
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
@@ -154,6 +155,20 @@ def internal(holder: object) -> frozenset[str]:
         return frozenset({*vars(L.LightningDataModule()), *_OF_LIGHTNING})
     base = L.LightningModule if isinstance(holder, L.LightningModule) else nn.Module
     return frozenset({*vars(base()), *_OF_LIGHTNING, "_fabric"}) if isinstance(holder, nn.Module) else frozenset()
+
+
+def owners_of_fit(trainer: L.Trainer) -> list[Owner]:
+    """The user's model, callbacks and data module, with what they keep outside of parameters and buffers."""
+    model = trainer.lightning_module
+    callbacks: list[L.Callback] = vars(trainer)["callbacks"]
+    data: Any = getattr(trainer, "datamodule", None)
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    held: list[tuple[str, Any, str]] = [
+        *((path, module, f"model {type(model).__name__}") for path, module in modules),
+        *(("", callback, f"callback {type(callback).__name__}") for callback in callbacks),
+        *([("", data, f"data {type(data).__name__}")] if data is not None else []),
+    ]
+    return [Owner(one, name, prefix, internal(one), shown=not is_engines(type(one))) for prefix, one, name in held]
 
 
 def _not_kept(holder: object) -> frozenset[str]:
