@@ -94,28 +94,6 @@ class CountedFromOne(Counted):
         return torch.arange(1, length + 1)
 
 
-class CountedUp(Counted):
-    def numbers(self, length: int) -> Tensor:
-        return torch.ones(1, length, dtype=torch.int64).cumsum(1)
-
-
-class CountedInPython(Counted):
-    def numbers(self, length: int) -> Tensor:
-        return torch.tensor(list(range(length)))
-
-
-class CountedAlong(Sequences):
-    """Positions from 0 to 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.along = nn.Linear(1, 12)
-
-    def embedded(self, x: Tensor) -> Tensor:
-        along: Tensor = self.along(torch.linspace(0, 1, x.shape[1], dtype=x.dtype).unsqueeze(-1))
-        return super().embedded(x) + along
-
-
 class Dead(Net):
     """Its loss is a number that no parameter has a part in, as the logarithm of a vocabulary's size."""
 
@@ -446,10 +424,7 @@ _ALL = (
     Averaged,
     Complex,
     Counted,
-    CountedAlong,
     CountedFromOne,
-    CountedInPython,
-    CountedUp,
     Counting,
     GradualWarmup,
     HeadAlone,

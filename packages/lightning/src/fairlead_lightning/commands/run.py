@@ -143,7 +143,7 @@ def _without_stops(checked: CheckedJob) -> CheckedJob:
 
 def _train_reference(verifying: Plan, checked: CheckedJob, session: Session) -> None:
     """This start is the one process that a layout is compared with."""
-    from fairlead_lightning.verify.build import JobBuild
+    from fairlead_lightning.verify.one_process import JobBuild
     from fairlead_lightning.verify.verdict import write_verdict
 
     assert checked.resolution is not None

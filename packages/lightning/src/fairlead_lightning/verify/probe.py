@@ -10,26 +10,165 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
+from fairlead_distributed._apart import any_absent, on_all_ranks
 from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.full_state import full_buffers, full_gradients, full_parameters, placements, plain_name
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.rng import cpu_states
 from fairlead_lightning import compat
 from fairlead_lightning.verify.batches import detached, digest
-from fairlead_lightning.verify.clipping import measured, told
-from fairlead_lightning.verify.held import optimizer_state, rates
 from fairlead_lightning.verify.neutral import local_batch_norms, local_statistics, without_dropout, without_ends
-from fairlead_lightning.verify.numbers import Rates, Tensors, bytes_of, norm
+from fairlead_lightning.verify.numbers import Rates, Tensors, bytes_of, norm, wide
 from fairlead_lightning.verify.plan import START, Plan, batches_file, rank_file
 from fairlead_lightning.verify.samples import Generators, Reading, read_epochs
+
+_SMALL: Final = 1e-3
+"""The limit, as a multiple of the right norm: below what a part of the model has, which is clipped all the same."""
+
+
+def clipping_norm(trainer: L.Trainer, optimizer: Any, whole: dict[str, Tensor]) -> dict[str, Any]:
+    """The norm, found by clipping to much less than it should be, and undone; a collective of all ranks.
+
+    Returns:
+        `clipped_by`, and `squares`: the sum of squares that this rank holds, by the dimensions of the mesh that it is
+        cut over. Nothing where it cannot be seen so.
+    """
+    if hasattr(trainer.strategy, "clipping_norm"):  # it clips within its step
+        return {}
+    if not isinstance(optimizer, Optimizer) or not _clips_by_norm(trainer):
+        return {}
+    squares = sum(float(wide(grad).square().sum()) for grad in whole.values())
+    limit = _SMALL * math.sqrt(gather_objects(squares)[0])  # the same on all ranks, as a limit is
+    if limit == 0:
+        return {}
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    local = [_local(one) for one in gradients]
+    before = [one.clone() for one in local]
+    # A strategy may clip all that the module has, also what no optimizer gets.
+    known = set(map(id, gradients))
+    rest = [p.grad for p in trainer.lightning_module.parameters() if p.grad is not None and id(p.grad) not in known]
+    beside = [(_local(one), _local(one).clone()) for one in rest]
+    held: dict[tuple[str, ...], float] = {}
+    for gradient, one in zip(gradients, before, strict=True):
+        cut = _cut_over(gradient)
+        held[cut] = held.get(cut, 0.0) + float(wide(one).square().sum())
+    # Also on a rank without gradients, such as a stage that none reach: the others would wait for it.
+    trainer.precision_plugin.clip_gradients(optimizer, limit)
+    for one, was in beside:
+        one.copy_(was)
+    own = sum(held.values())
+    if own == 0:
+        return {"squares": held}
+    kept = sum(float((wide(one) * wide(was)).sum()) for one, was in zip(local, before, strict=True)) / own
+    for one, was in zip(local, before, strict=True):
+        one.copy_(was)
+    return {"squares": held, "clipped_by": limit / kept if kept else math.inf}
+
+
+def own_clipping_norm(trainer: L.Trainer) -> dict[str, Any]:
+    """`clipped_by`, of a strategy that clips within its step, and says afterwards by which norm."""
+    known: Any = getattr(trainer.strategy, "clipping_norm", None)
+    norm = known() if known is not None and _clips_by_norm(trainer) else None
+    return {"clipped_by": float(norm)} if norm is not None else {}
+
+
+def _clips_by_norm(trainer: L.Trainer) -> bool:
+    algorithm = str(trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower()
+    return bool(trainer.gradient_clip_val) and len(trainer.optimizers) == 1 and algorithm == "norm"
+
+
+def _cut_over(tensor: Tensor) -> tuple[str, ...]:
+    """The dimensions of the mesh whose ranks have a part of it each."""
+    if not is_dtensor(tensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | None:
+    """`exp_avg of head.weight` and the rest, as copies on the CPU; a collective of all ranks.
+
+    Returns:
+        None where the strategy cannot tell it.
+    """
+    optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
+    strategy: Any = trainer.strategy
+    if hasattr(strategy, "full_optimizer_state"):  # of flat parts: FSDP's first generation, DeepSpeed
+        held = [strategy.full_optimizer_state(one) for one in optimizers]
+        if any(one is None for one in held):
+            return None
+        return {
+            f"{key} of {name}": value.detach().to("cpu", copy=True)
+            for one in held
+            for name, state in one.items()
+            for key, value in state.items()
+        }
+    if not all(isinstance(one, Optimizer) for one in optimizers):
+        return None
+    if hasattr(strategy, "own_parameters"):  # stages, each of which some ranks hold
+        found = _states(dict(strategy.own_parameters()), optimizers, strategy.stage_group, alone=False)
+        together: Tensors = {}
+        for one in reversed(gather_objects(found)):
+            together.update(one)
+        return {**together, **found}
+    if hasattr(strategy, "full_parameters"):
+        return None
+    named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
+    return _states(named, optimizers, None, alone=trainer.world_size == 1)
+
+
+@torch.no_grad()
+def _states(named: dict[str, Any], optimizers: list[Any], stage: dist.ProcessGroup | None, *, alone: bool) -> Tensors:
+    own: dict[tuple[str, str], Tensor] = {}
+    for name, parameter in named.items():
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    own[name, key] = value.detach()
+                elif isinstance(value, int | float) and not isinstance(value, bool):
+                    own[name, key] = torch.tensor(float(value))
+    # A rank whose optimizer misses a sharded parameter takes part all the same: the others would wait for its shard.
+    split = {key: is_dtensor(value) for key, value in own.items()}
+    apart = any_absent(named.values())
+    every = [split] if alone and not apart else gather_objects(split, stage)
+    keys = {key: together for rank in reversed(every) for key, together in rank.items()}
+    found: Tensors = {}
+    for (name, key), together in keys.items():
+        if name not in named:
+            continue  # of another stage
+        value = own.get((name, key))
+        if apart and not together and is_dtensor(named[name]):
+            continue  # a count of steps, which ranks without this expert have not made
+        if value is None and together:
+            value = torch.zeros_like(named[name].detach())
+        if value is None:
+            continue
+        whole = on_all_ranks(value, stage) if apart else _whole(value)
+        found[f"{key} of {name}"] = whole.to("cpu", copy=True)
+    return found
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole
+
+
+def rates(optimizer: Any) -> list[float]:
+    """The learning rate of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
 
 @dataclass
@@ -294,13 +433,13 @@ class LayoutProbe(Probe):
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
         """The norm by which gradients are clipped."""
         self._said["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
-        self._said |= measured(trainer, optimizer, self.seen.gradients)
+        self._said |= clipping_norm(trainer, optimizer, self.seen.gradients)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
         """A strategy that clips by itself says behind the first step by which norm."""
         super().on_train_batch_end(trainer, pl_module, outputs, *args)
         if self._optimizers and "clipped_by" not in self._said:
-            self._said |= told(trainer)
+            self._said |= own_clipping_norm(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All notes are left in the folder."""

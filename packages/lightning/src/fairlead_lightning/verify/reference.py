@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -18,14 +18,13 @@ from fairlead.errors import ConfigError, FairleadError
 from fairlead_distributed.parallel.pipeline.micro_batches import cut
 from fairlead_distributed.rng import seeded_states
 from fairlead_lightning.verify.batches import NotOneBatchError, joined, shuffled
-from fairlead_lightning.verify.fits import CLOSE, fitted
 from fairlead_lightning.verify.noise import require_little_noise
 from fairlead_lightning.verify.notes import Notes
-from fairlead_lightning.verify.numbers import Rates, Tensors, dot, identical, wide
+from fairlead_lightning.verify.numbers import CLOSE, Rates, Tensors, dot, fitted, identical, wide
+from fairlead_lightning.verify.one_process import Batches, GlobalBatch, OtherSeeds, PartByPart, stand_in, threads
 from fairlead_lightning.verify.probe import ReferenceProbe, Trained
 from fairlead_lightning.verify.rates import alike, by_rule, comparable, shown, told_of
 from fairlead_lightning.verify.samples import Reading, read_epochs
-from fairlead_lightning.verify.stand_in import Batches, GlobalBatch, OtherSeeds, PartByPart, stand_in, threads
 
 _SEED = 20_231
 _RANDOM = 1e-5
@@ -199,10 +198,6 @@ class Reference:
         scaled = {name: one * factors.get(name, 1.0) for name, one in self._notes.start.items()}
         return self._train(self._batches([]), "64-true", steps=1, start=scaled).gradients
 
-    def within(self, mode: AbstractContextManager[Any]) -> Tensors:
-        """The first step's gradients of a training in a context that changes something."""
-        return self._train(self._batches([]), "64-true", steps=1, mode=mode).gradients
-
     def _require_no_randomness(self, batches: Sequence[GlobalBatch], precision: str, exact: Trained) -> None:
         """The same again has the same bits; with other seeds, too."""
         said = (
@@ -279,7 +274,6 @@ class Reference:
         steps: int | None = None,
         accumulate: int | None = None,
         start: Tensors | None = None,
-        mode: AbstractContextManager[Any] | None = None,
         told: int = 0,
     ) -> Trained:
         notes = self._notes
@@ -303,7 +297,7 @@ class Reference:
         others = OtherSeeds(seed) if seed != _SEED else nullcontext()
         if isinstance(others, OtherSeeds):
             others.of_module(model)
-        with others, mode or nullcontext():
+        with others:
             if data is None and not is_overridden("train_dataloader", model):
                 trainer.fit(model, train_dataloaders=Batches(batches, notes.said("length")))
             else:
