@@ -7,7 +7,9 @@ import json
 import os
 import re
 import subprocess
+import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +164,30 @@ def test_the_record_of_a_rank_that_stands_still_is_its_last_beat_and_says_where_
     beat.beat("train", 50)
     until(lambda: last().step == 50 and not last().place)
     beat.close()
+
+
+def test_a_closed_heartbeat_holds_nothing(tmp_path: Path) -> None:
+    """Its thread would free a process group while the interpreter ends, and torch would abort the process."""
+
+    class Model:
+        pass
+
+    model = Model()
+    known = weakref.ref(model)
+    beat = Heartbeat(heartbeat_path(tmp_path, 0), 0, 0, interval_s=0.01, still_s=0.01)
+    stood = threading.Event()
+
+    def still(held: Model = model) -> None:
+        stood.set()
+
+    beat.on_still = still
+    beat.beat("train", 1)
+    assert stood.wait(10)
+    del model, still
+    assert known() is not None
+    beat.close()
+    assert known() is None
+    assert "fairlead-heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_turns_within_a_step_are_counted(tmp_path: Path) -> None:

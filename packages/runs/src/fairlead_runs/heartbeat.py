@@ -114,12 +114,19 @@ class Heartbeat:
             self._write()
 
     def close(self) -> None:
-        """Closes the file; later beats do nothing."""
+        """Closes the file, and ends our thread; later beats do nothing.
+
+        The thread must not be the last to hold what `on_still` reaches, a model and its process group: torch frees that
+        without the interpreter's lock, and where the interpreter is ending meanwhile, the process would abort.
+        """
         self._closed.set()
+        self.on_still = _nothing
         with self._lock:
             if self._fd is not None:
                 fd, self._fd = self._fd, None
                 os.close(fd)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
 
     def _write(self, place: str = "") -> None:
         """Writes what is new since the last write; in the thread that trains, or in ours."""
