@@ -191,7 +191,7 @@ def test_the_rank_whose_batch_it_was_is_named(tmp_path: Path) -> None:
 
 
 def test_large_gradients_are_looked_at_where_small_ones_are_bad_or_it_is_asked_for() -> None:
-    from fairlead_lightning.checkpoint.gradients import FEW, GradientWatch
+    from fairlead_lightning.checkpoint.finite import FEW, GradientWatch
 
     model = torch.nn.Sequential(torch.nn.Linear(2, FEW), torch.nn.LayerNorm(FEW), torch.nn.Linear(FEW, 1))
     watch = GradientWatch()
@@ -215,7 +215,7 @@ def test_large_gradients_are_looked_at_where_small_ones_are_bad_or_it_is_asked_f
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_the_watch_sees(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the way of an accelerator, which counts where the gradients are; here it is made to."""
-    from fairlead_lightning.checkpoint import gradients
+    from fairlead_lightning.checkpoint import finite as gradients
 
     if device == "meta":
         monkeypatch.setattr(gradients, "_on_host", lambda grad: False)

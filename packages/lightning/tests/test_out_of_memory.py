@@ -11,7 +11,7 @@ from fairlead.jobs import load_job
 from fairlead.plugin_classes import CommandPlugin
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import resolve
-from fairlead_lightning.lifecycle.out_of_memory import what_helps
+from fairlead_lightning.lifecycle.failures import what_helps
 
 broken = CommandPlugin("broken", "fails", arguments="x:y", runtime="x:y", out_of_memory=f"{__name__}:fails")
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead_distributed.batch_sizes import batch_size
 from fairlead_lightning.display.progress import Progress
-from fairlead_lightning.display.throughput import Throughput
+from fairlead_lightning.display.summary import Throughput
 from fairlead_runs.commit import checkpoint_name, publish, stage, write_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")

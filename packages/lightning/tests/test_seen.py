@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from tiny_job import Line, plain
 
 from fairlead.exactness import verdict
-from fairlead_lightning.resume.seen import script_reasons, state_reasons
+from fairlead_lightning.resume.exact_resume import script_reasons, state_reasons
 
 
 @pytest.mark.parametrize(

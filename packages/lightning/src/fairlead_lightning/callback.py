@@ -29,8 +29,8 @@ from fairlead_lightning.display.quiet import hush
 from fairlead_lightning.fit import as_seen_by, callbacks_of, run_loggers
 from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.loggers.of_scripts import continue_loggers
+from fairlead_lightning.resume.exact_resume import uncut_loggers
 from fairlead_lightning.resume.rank_state import saved_positions
-from fairlead_lightning.resume.seen import uncut_loggers
 from fairlead_lightning.resume.users import owners_of_fit
 from fairlead_runs.batch_policy import batch_plan
 from fairlead_runs.describe import described

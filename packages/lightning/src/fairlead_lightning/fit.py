@@ -27,8 +27,7 @@ from fairlead_distributed.run.opening import handed_over, no_run_handed_over, wa
 from fairlead_distributed.run.scripts import as_seen
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning.lifecycle.monitors import monitor_errors
-from fairlead_lightning.lifecycle.stopping import StopRequested
-from fairlead_lightning.lifecycle.stops import Stops
+from fairlead_lightning.lifecycle.stops import StopRequested, Stops
 from fairlead_lightning.metrics.metrics_logger import MetricsLogger
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_runs.metrics_file import METRICS_FILE

@@ -34,8 +34,7 @@ from fairlead_lightning.lifecycle.batch_rule import BatchRule
 from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
 from fairlead_lightning.lifecycle.monitors import Monitors
 from fairlead_lightning.lifecycle.recorder import Recorder
-from fairlead_lightning.lifecycle.stopping import StopRequested
-from fairlead_lightning.lifecycle.stops import Stops
+from fairlead_lightning.lifecycle.stops import StopRequested, Stops
 from fairlead_lightning.lifecycle.stuck import StuckRanks
 from fairlead_lightning.lifecycle.trainable import Trainable, reshard
 from fairlead_lightning.module_reduce import lend_all_reduce, take_all_reduce_back

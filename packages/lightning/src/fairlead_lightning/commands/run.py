@@ -27,9 +27,8 @@ from fairlead_distributed.run.out_of_memory import note_out_of_memory
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, send_report, shown_after_rank_0, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet
-from fairlead_lightning.lifecycle.failures import described_failure
-from fairlead_lightning.lifecycle.out_of_memory import what_helps
-from fairlead_lightning.lifecycle.stopping import StopEvaluation
+from fairlead_lightning.lifecycle.failures import described_failure, what_helps
+from fairlead_lightning.lifecycle.stops import StopEvaluation
 from fairlead_lightning.trainer import Trainer
 from fairlead_lightning.verify.plan import Plan
 from fairlead_runs.batch_size import for_each_rank

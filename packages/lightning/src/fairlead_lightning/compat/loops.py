@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as L
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fairlead_lightning.compat.epochs import end_epoch_here, has_none_left
+
+def batches_of_epoch(trainer: L.Trainer) -> int | None:
+    """This rank's batches in an epoch, once its loaders are made; None: nobody knows before they end."""
+    fit: Any = trainer.fit_loop
+    if has_none_left(fit._data_fetcher):
+        return 0
+    known = all(sized_len(one) is not None for one in fit._combined_loader.flattened)
+    return int(fit.max_batches) if known and fit.max_batches != math.inf else None
+
+
+def limit_epoch(trainer: L.Trainer, batches: int) -> None:
+    """Ends each epoch after so many batches, its last validation too."""
+    fit: Any = trainer.fit_loop
+    fit.max_batches = batches
+    interval, every = trainer.val_check_interval, vars(trainer)["val_check_batch"]
+    if isinstance(interval, float) and every not in (None, math.inf):
+        vars(trainer)["val_check_batch"] = max(1, int(batches * interval))
+
+
+def is_last_batch(trainer: L.Trainer) -> bool:
+    """Whether the batch that has begun is this rank's last one of the epoch; a stream is read one batch ahead."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return bool(loop._num_ready_batches_reached())
+
+
+def end_epoch_here(trainer: L.Trainer) -> None:
+    """Makes the batch that has begun the epoch's last one."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.batch_progress.is_last_batch = True
+
+
+def has_none_left(data_fetcher: Any) -> bool:
+    """Whether a stream, which is read ahead, has ended."""
+    return isinstance(data_fetcher, _PrefetchDataFetcher) and bool(data_fetcher.done) and not data_fetcher.batches
 
 
 def begin_next_epoch(trainer: L.Trainer) -> None:
@@ -183,3 +222,49 @@ def why_over(trainer: L.Trainer) -> str | None:
         late = any(left is not None and left <= 0 for left in timers)
         return said or ("max_time" if late else "trainer.should_stop")
     return "limit_train_batches 0" if vars(trainer)["limit_train_batches"] == 0 else None
+
+
+def count_steps(trainer: L.Trainer, first: Callable[[], None]) -> Callable[[], None]:
+    """Has `trainer.global_step` count each step of a module that optimizes by hand; returns what ends it.
+
+    Lightning counts those of its own wrappers inside `training_step`, and no others: not those of
+    `optimizers(use_pl_optimizer=False)`, of an optimizer of the module's own, nor any in a hook. `first` is called
+    before the first of them. An optimizer that has none of the module's parameters does not count, as one of an inner
+    loop.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    owned: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+    running: list[Optimizer] = []  # one that wraps another steps it
+    told = False
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in running:  # its last step has raised
+            del running[running.index(optimizer) :]
+        running.append(optimizer)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal told
+        if optimizer in running:
+            del running[running.index(optimizer) :]
+        module = trainer.lightning_module
+        inside = progress.total.ready > progress.total.completed  # Lightning's own is about to count it
+        if running or inside or not trainer.training or module.automatic_optimization:
+            return
+        if optimizer not in owned:
+            its = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            owned[optimizer] = any(id(parameter) in its for parameter in module.parameters())
+        if not owned[optimizer]:
+            return
+        if not told:
+            told = True
+            first()
+        progress.increment_ready()
+        progress.increment_completed()
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo

@@ -18,8 +18,7 @@ from torch import Tensor
 from fairlead_distributed.batch_sizes import batch_size
 from fairlead_lightning import compat
 from fairlead_lightning.display.displays import Lines, choose_display
-from fairlead_lightning.display.summary import summary_lines
-from fairlead_lightning.display.throughput import Throughput, duration, number, short
+from fairlead_lightning.display.summary import Throughput, duration, number, short, summary_lines
 from fairlead_runs.batch_size import GlobalBatch
 
 _LOSSES: Final = ("train/loss", "train_loss", "loss")

@@ -1,8 +1,9 @@
-"""A failure of a rank, as it is shown: the user's own frames, and the exit code it means."""
+"""A failure of a rank, as it is shown: the user's own frames, the exit code, and what helps where memory ran out."""
 
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import signal
 import site
@@ -11,9 +12,15 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-from fairlead.errors import FairleadError
+from fairlead.engines import requirement
+from fairlead.errors import FairleadError, PluginError
+from fairlead.install import install_line
+from fairlead.jobs import LoadedJob
+from fairlead.plugin_classes import CommandPlugin
+from fairlead.plugins import PluginManager
+from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot
-from fairlead_lightning.lifecycle.stopping import StopRequested
+from fairlead_lightning.lifecycle.stops import StopRequested
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line \d+, in ')
 
@@ -77,3 +84,28 @@ def _cut(lines: Sequence[str], of_user: Callable[[str], bool]) -> Iterator[str]:
             skipping = False
         if not skipping:
             yield line
+
+
+def what_helps(loaded: LoadedJob, resolution: Resolution, plugins: PluginManager) -> Iterator[str]:
+    """The lines of the commands that know: `plan`, from what it predicts of this job; or how to get them."""
+    commands = list(_that_know(plugins))
+    for command in commands:
+        assert command.out_of_memory is not None
+        try:
+            yield from pkgutil.resolve_name(command.out_of_memory)(loaded, resolution)
+        except FairleadError as failure:
+            yield f"`fairlead {command.name}` cannot say by how much: {failure.block()}"
+        except Exception as failure:  # the user's code, run in another way: the fit's own error is to be shown
+            yield f"`fairlead {command.name}` cannot say by how much: {type(failure).__name__}: {failure}"
+    if not commands:
+        yield f"`fairlead plan` comes with {install_line('plan')}"
+
+
+def _that_know(plugins: PluginManager) -> Iterator[CommandPlugin]:
+    for name in plugins.names("command"):
+        try:
+            command = plugins.command(name)
+        except PluginError:
+            continue  # `fairlead plugins` shows it
+        if command.out_of_memory and all(plugins.is_installed(requirement(one)) for one in command.engines):
+            yield command

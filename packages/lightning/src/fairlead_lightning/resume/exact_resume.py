@@ -10,24 +10,29 @@ from typing import Any, Final, Literal
 import lightning.pytorch as L
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 
+from fairlead.config import TrainerConfig
+from fairlead.config.marks import NotExact, marked
 from fairlead.findings import Finding, Inexact
 from fairlead_distributed import register_exact_reduction
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.run.exactness import ExactnessRecord
+from fairlead_distributed.run.exactness import ExactnessRecord, kernel_reasons, unseeded
 from fairlead_distributed.run.loading import as_it_was_saved, load_weights
 from fairlead_distributed.run.rank_files import seed_anew
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_lightning.resume import rank_state, seen
-from fairlead_lightning.resume.asked import AskedLoaders
+from fairlead_lightning.resume import rank_state
 from fairlead_lightning.resume.configured import Configured
-from fairlead_lightning.resume.loaders import Loaders
-from fairlead_lightning.resume.names import plain_names
+from fairlead_lightning.resume.loaders import AskedLoaders, Loaders
+from fairlead_lightning.resume.rank_state import plain_names
 from fairlead_lightning.resume.users import Users, only_once, with_plain_numbers
-from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions
+from fairlead_runs.logger_positions import LOGGER_POSITIONS, Positioned, logger_positions
 
 Where = Literal["between", "batch", "done", "cut"]
 """Between two epochs; a batch is done, but not the validation behind it; both are; a limit has cut the epoch."""
@@ -192,8 +197,8 @@ class ExactResume:
             return
         settings = list(self._settings or ())
         if self._settings is None:
-            settings = list(seen.script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
-        state = [*self.loaders.reasons, *seen.state_reasons(trainer), *self._users.reasons(), *self._changed]
+            settings = list(script_reasons(trainer, seeded=_SEED in self._environ, in_order=self._in_order))
+        state = [*self.loaders.reasons, *state_reasons(trainer), *self._users.reasons(), *self._changed]
         silent = self._changed if self._session is not None else settings  # of a trial only what it was made for
         self._record.update(settings, state, trainer.world_size, silent=silent)
 
@@ -345,3 +350,71 @@ class ExactResume:
 
 def _nothing(_: object) -> None:
     """Nobody is to be told."""
+
+
+def state_reasons(trainer: L.Trainer) -> list[Inexact]:
+    """What of the model, its hooks and the callbacks keeps a state that no checkpoint has."""
+    reasons = []
+    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        reasons.append(
+            Inexact(
+                "training_step(self, dataloader_iter)",
+                why="the step takes its batches itself, and they are not counted",
+                fix="take batch and batch_idx",
+            )
+        )
+    if any(map(compat.resets_weights, vars(trainer)["callbacks"])):
+        reasons.append(
+            Inexact(
+                "ModelPruning(use_lottery_ticket_hypothesis=True)",
+                why="the weights that it goes back to are in no checkpoint",
+                fix="use_lottery_ticket_hypothesis=False",
+            )
+        )
+    return reasons
+
+
+def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Iterator[Inexact]:
+    """What a script's own Trainer has decided: nothing but the object says it."""
+    if not seeded:
+        yield unseeded("lightning.pytorch.seed_everything(1, workers=True)")
+    device = trainer.strategy.root_device.type
+    if device == "cuda":
+        yield from kernel_reasons(lambda name, value: f"Trainer({name}={value!r})")
+    elif device != "cpu":
+        yield Inexact(
+            f"the device {device}",
+            why="no test has shown that it computes the same bits twice",
+            fix="a CPU or CUDA",
+            certain=False,
+        )
+    strategy = trainer.strategy
+    if not in_order:
+        yield Inexact(
+            f"DistributedDataParallel with {trainer.world_size} ranks",
+            why="a resumed run adds the gradients of its first step in another order",
+            fix="DDPStrategy(find_unused_parameters=True), or fairlead.Trainer with exact_reduction: on",
+        )
+    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
+        yield Inexact(
+            f"the strategy {type(strategy).__name__}",
+            why="it was not tried in a script",
+            fix="fairlead.Trainer",
+            certain=False,
+        )
+    settings: Any = trainer  # Lightning sets these without a declaration
+    # Lightning keeps no duration as `val_check_interval`, and makes a Timer of `max_time`.
+    by_the_clock = not isinstance(getattr(trainer, "val_check_interval", None), (int, float))
+    found = {
+        "val_check_interval": by_the_clock,
+        "max_time": any(isinstance(callback, Timer) for callback in settings.callbacks),
+        "overfit_batches": settings.overfit_batches,
+    }
+    marks = marked(TrainerConfig, NotExact)
+    for mark, name in ((marks[name], name) for name, is_so in found.items() if is_so):
+        yield Inexact(f"Trainer({name}=...)", why=mark.why, fix=mark.fix, certain=mark.certain)
+
+
+def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
+    """Loggers that hold a step twice when it is done again: nothing can cut them back."""
+    return sorted({type(logger).__name__ for logger in loggers if not isinstance(logger, Positioned)})

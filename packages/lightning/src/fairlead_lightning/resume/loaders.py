@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as L
 import torch
@@ -30,11 +32,112 @@ from fairlead_distributed.ordered_loader import (
     sharded_order,
 )
 from fairlead_distributed.plain_data import from_plain, to_plain
+from fairlead_distributed.rng import IsolatedGenerators, rng_state, set_rng_state
 from fairlead_distributed.user_objects import is_stateful
 from fairlead_distributed.worker_seeds import SeededInWorkers
 from fairlead_lightning import compat
-from fairlead_lightning.resume.stateful_loader import SizedLoader, StatefulLoader
 from fairlead_lightning.resume.users import watch_loader
+
+_END: Final = object()
+
+
+class StatefulLoader:
+    """A loader with a state of its own (StatefulDataLoader and the like), carried for each rank, and trusted.
+
+    Lightning takes one batch ahead of a loader without a length; the state before that batch is kept for it.
+    """
+
+    def __init__(self, loader: Any, seed: int, place: Callable[[], EpochPosition]) -> None:
+        self.loader = loader
+        self._seed = seed
+        self._place = place
+        self._finished = False
+        self._resume: Mapping[str, Any] | None = None
+        self._from = EpochPosition(-1, 0)
+        self._fetched = 0
+        self._before: dict[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "__len__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        state = self._resume
+        if state is not None and state["state"] is not None and not self._begins_by_generator():
+            if self._place().batches:
+                self._tell(state["epoch"])
+            self.loader.load_state_dict(state["state"])
+        self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
+        if state is not None and state["rng"] is not None:
+            set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
+        with IsolatedGenerators(derive_seed("carried", self._seed, self._from.epoch)):
+            iterator = iter(self.loader)  # a state may need more than one iterator
+        return self._batches(iterator)
+
+    def _begins_by_generator(self) -> bool:
+        """Whether an epoch begins that only the loader's own generator decides; its state would draw from it first."""
+        dataset, generator = (getattr(self.loader, name, None) for name in ("dataset", "generator"))
+        ordered = not is_stateful(dataset) and not isinstance(dataset, IterableDataset)
+        return ordered and isinstance(generator, torch.Generator) and self._place().batches == 0
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        length = sized_len(self)
+        while True:
+            if length is None:
+                self._before = {**self._take(), "rng": rng_state()}
+            batch = next(iterator, _END)
+            self._finished = batch is _END
+            if self._finished:
+                return
+            self._fetched += 1
+            if length is not None and self._from.batches + self._fetched == length:
+                # Lightning asks for no more; the state would be one inside this epoch.
+                self._finished = next(iterator, _END) is _END
+            yield batch
+
+    def _take(self) -> dict[str, Any]:
+        """The loader's state, which nothing changes any more, and the epoch that its dataset was told."""
+        epoch = getattr(getattr(self.loader, "dataset", None), "epoch", None)
+        state = copy.deepcopy(self.loader.state_dict())
+        return {"state": state, "epoch": epoch if isinstance(epoch, int) else None, "rng": None}
+
+    def _tell(self, epoch: int | None) -> None:
+        """Inside an epoch, nobody else tells the dataset which it is."""
+        tell = getattr(getattr(self.loader, "dataset", None), "set_epoch", None)
+        if callable(tell) and epoch is not None:
+            tell(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: Lightning would carry that of rank 0 for all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def taken(self) -> dict[str, Any]:
+        """The state behind the last batch that was trained on."""
+        place = self._place()
+        inside = place.epoch == self._from.epoch
+        if not inside and not self._finished:
+            return {"state": None, "epoch": None, "rng": None}  # a limit has cut the epoch: the next one begins anew
+        ahead = self._before if inside and self._fetched > place.batches - self._from.batches else None
+        return ahead if ahead is not None else self._take()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Has the iterators go on there, until `begun`."""
+        self._resume = state
+
+    def begun(self) -> None:
+        """The training has gone on: the next iterator begins an epoch."""
+        self._resume = None
+
+
+class SizedLoader(StatefulLoader):
+    """A carried loader that has a length."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
 
 class Loaders:
@@ -247,3 +350,68 @@ class Loaders:
 
     def _add(self, reasons: Iterable[Inexact]) -> None:
         self.reasons += [reason for reason in reasons if reason not in self.reasons]
+
+
+class AskedLoaders:
+    """How everything was when the training's loaders were asked for, so that a resumed fit is given the same."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] | None = None
+        self._at: tuple[int, int] | None = None
+        self._validation: Mapping[str, Any] | None = None
+        self._validation_before: Mapping[str, Any] | None = None
+        self.later = False
+        """Whether the fit that this one resumes had not asked for the validation's loaders yet: its training goes on
+        before they are asked for."""
+
+    def go_on(self, rank: Mapping[str, Any] | None) -> None:
+        """Has the validation's loaders be asked for as in the fit that this one resumes, by the state of its rank."""
+        if rank is not None and "asked_validation" in rank:
+            self._validation_before = rank["asked_validation"]
+            self.later = self._validation_before is None
+
+    @contextmanager
+    def validation(self, trainer: L.Trainer) -> Iterator[None]:
+        """The validation's loaders are asked for inside the block, and in a resumed fit again."""
+        before, self._validation_before = self._validation_before, None
+        now = rng_state()
+        here = {"rng": now, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        self._validation = before if before is not None else here
+        if before is not None:
+            set_rng_state(before["rng"])
+        with compat.as_at(trainer, (before["epoch"], before["step"]) if before is not None else None):
+            yield
+        if before is not None:
+            set_rng_state(now)
+            compat.set_validation_asked(trainer, before["epoch"])
+
+    def state(self, kept: Attributes) -> dict[str, Any]:
+        """For the checkpoint; of the training's None where they are made once, at the start, as each start does.
+
+        A dataset that took another's place is as it was made: what the other kept is not its own.
+        """
+        asked = self._state
+        if asked is not None:
+            own = {name: one for name, one in asked["attributes"].items() if name not in kept.replaced}
+            asked = {**asked, "attributes": own}
+        validation = self._validation if self._validation is not None else self._validation_before
+        return {"asked": asked, "asked_at": self._at, "asked_validation": validation}
+
+    def ask(
+        self, trainer: L.Trainer, kept: Attributes, asked_at: tuple[int, int] | None, saved: Mapping[str, Any] | None
+    ) -> tuple[int, int] | None:
+        """The loaders are asked for now: in a fit that resumes, as at the epoch and step `asked_at`, which it returns.
+
+        With `saved`, of as many ranks, as everything was there.
+        """
+        self._at = asked_at if asked_at is not None else (trainer.current_epoch, trainer.global_step)
+        if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
+            return asked_at
+        kept.replaced.clear()
+        if saved is None:
+            self._state = {"attributes": copy.deepcopy(kept.state()), "rng": rng_state()}
+            return asked_at
+        self._state = dict(saved)
+        kept.restore(saved["attributes"])
+        set_rng_state(saved["rng"])
+        return asked_at

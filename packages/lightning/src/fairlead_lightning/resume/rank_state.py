@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fairlead.errors import CheckpointError
 from fairlead_distributed import rng_state, set_rng_state
-from fairlead_distributed.full_state import plain_name
+from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.session import RunSession
@@ -111,3 +111,29 @@ def saved_positions(session: RunSession) -> Mapping[str, Any]:
     state = read(session.checkpoint.parent, 0) or {}
     positions: Mapping[str, Any] = state.get(LOGGER_POSITIONS, {})
     return positions
+
+
+def plain_names(trainer: L.Trainer) -> Callable[[], None]:
+    """Has the strategy save weights without the names of wrappers, and match them without; returns what ends it."""
+    attributes: dict[str, Any] = vars(trainer.strategy)
+    strategy: Any = trainer.strategy
+    state, load = strategy.lightning_module_state_dict, strategy.load_model_state_dict
+
+    def lightning_module_state_dict() -> dict[str, Any]:
+        return plain_state(state())
+
+    def load_model_state_dict(checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        weights = checkpoint.get("state_dict")
+        if isinstance(weights, Mapping):
+            checkpoint = {**checkpoint, "state_dict": named_as(trainer.lightning_module, weights)}
+        load(checkpoint, *args, **kwargs)
+
+    ours = {"lightning_module_state_dict": lightning_module_state_dict, "load_model_state_dict": load_model_state_dict}
+    attributes.update(ours)
+
+    def undo() -> None:
+        for name, one in ours.items():
+            if attributes.get(name) is one:
+                del attributes[name]
+
+    return undo
