@@ -23,8 +23,8 @@ from pydantic import BaseModel
 from fairlead.checks import capability_table
 from fairlead.engines import ENGINES, FEATURES
 from fairlead.findings import CODES
-from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
+from fairlead.install import first_party
 from fairlead.plugin_classes import AXIS_PLUGINS, Plugin
 from fairlead.plugins import PluginManager
 from fairlead_runs.fingerprints import MAY_CHANGE

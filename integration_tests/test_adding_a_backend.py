@@ -234,7 +234,7 @@ def test_a_job_of_them_all_is_checked_explained_and_trained(copy: Copy) -> None:
 def test_the_missing_package_of_an_added_backend_is_named(copy: Copy) -> None:
     """The list of our own plugins is collected: nobody writes the new ones down."""
     program = (
-        "import sys; from pathlib import Path; from fairlead.first_party import collect\n"
+        "import sys; from pathlib import Path; from fairlead.install import collect\n"
         "found = collect(Path(sys.argv[1])); print({key: found[key] for key in found if key.endswith('.nova')})"
     )
     done = copy.run("-c", program, str(copy.packages))

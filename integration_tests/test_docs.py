@@ -27,8 +27,8 @@ from fairlead.composition import compose
 from fairlead.config import JobConfig
 from fairlead.config_bases import AXES
 from fairlead.findings import CODES
-from fairlead.first_party import first_party
 from fairlead.hookspecs import HookSpecs
+from fairlead.install import first_party
 from fairlead.interpolation import interpolate
 from fairlead.jobs import load_job
 from fairlead.own_checks import check_user_code

@@ -16,7 +16,7 @@ class FirstPartyPlugins(BuildHookInterface):  # type: ignore[type-arg]  # its co
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Adds the file; an editable install needs none, it is in the checkout itself."""
-        module = Path(self.root, "src/fairlead/first_party.py")
+        module = Path(self.root, "src/fairlead/install.py")
         source = runpy.run_path(str(module))
         if version == "editable" or module.with_name(source["FILE"]).exists():
             return

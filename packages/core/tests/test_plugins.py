@@ -20,8 +20,7 @@ from fairlead import (
 )
 from fairlead.configs import find_config
 from fairlead.errors import ConfigError, MissingDependencyError, PluginError
-from fairlead.first_party import collect
-from fairlead.install import install_line
+from fairlead.install import collect, install_line
 from fairlead.testing import FakeDist, FakeEntryPoint, write_dist
 
 SOURCE = """

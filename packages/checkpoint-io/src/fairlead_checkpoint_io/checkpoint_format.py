@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead.first_party import first_party
+from fairlead.install import first_party
 from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.plugins import PluginManager
 from fairlead_checkpoint_io.files.formats import WEIGHTS_FILE, first_line, names_in, names_text, unreadable

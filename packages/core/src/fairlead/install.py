@@ -1,13 +1,16 @@
-"""The pip line that brings an extra, for the way in which this copy of Fairlead was installed.
+"""Which extra brings a plugin of our own, and the pip line that brings an extra, as this copy was installed.
 
-pip records where a distribution came from, if it was not an index (PEP 610, `direct_url.json`).
+pip records where a distribution came from, if it was not an index (PEP 610, `direct_url.json`). Nobody writes the list
+of the plugins: a build collects it from the packages beside this one, a checkout when it is needed.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -80,3 +83,39 @@ def _origin(dist: str) -> dict[str, Any] | None:
 
 def _folder(url: str) -> Path:
     return Path(unquote(urlsplit(url).path))
+
+
+FILE: Final = "first_party.json"
+"""The collected list, beside this module in a wheel."""
+
+_EXTRA: Final = re.compile(r"\bextra ?= ?\"([a-z0-9-]+)\"")
+
+
+def first_party() -> dict[str, str]:
+    """The extra of the core that brings each plugin: `{"strategy.deepspeed": "deepspeed", ...}`."""
+    file = Path(__file__).with_name(FILE)
+    if file.exists():
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    return collect(Path(__file__).parents[3])
+
+
+def collect(packages: Path) -> dict[str, str]:
+    """The same from the source of all packages in a folder; an empty one where there are none.
+
+    A plugin says itself which extra brings it (`Plugin.extra`); where it does not, a command comes with `check` and
+    a backend with `lightning`.
+    """
+    files = packages.glob("*/pyproject.toml")
+    projects = {file.parent: tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files}
+    own = [project for project in projects.values() if project["name"] == "fairlead"]
+    extras = {extra for project in own for extra in project["optional-dependencies"]}
+    found: dict[str, str] = {}
+    for folder, project in projects.items():
+        if project in own:
+            continue
+        for name, value in project.get("entry-points", {}).get("fairlead", {}).items():
+            module = folder / "src" / value.partition(":")[0].replace(".", "/")
+            source = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
+            named = [extra for extra in _EXTRA.findall(source.read_text(encoding="utf-8")) if extra in extras]
+            found[name] = named[0] if named else "check" if name.startswith("command.") else "lightning"
+    return dict(sorted(found.items()))

@@ -14,7 +14,7 @@ from typing import Any, Final
 from fairlead.errors import did_you_mean
 from fairlead.secret_names import is_secret_name
 from fairlead.yaml import Unquoted
-from fairlead.yaml.scalars import resolve_plain
+from fairlead.yaml.reader import resolve_plain
 
 Path = tuple[str | int, ...]
 

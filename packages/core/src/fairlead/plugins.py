@@ -11,20 +11,78 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import pluggy
 
 from fairlead.config_bases import BackendConfig
 from fairlead.contract import broken_capability, broken_contract, broken_runtime, describe
 from fairlead.engines import ENGINES, requirement, version_findings
+from fairlead.engines import requirement as full_requirement
 from fairlead.errors import ConfigError, FairleadError, MissingDependencyError, PluginError, did_you_mean
 from fairlead.findings import Finding
-from fairlead.first_party import first_party
-from fairlead.install import install_line
+from fairlead.install import first_party, install_line
 from fairlead.plugin_classes import API_VERSION, AXIS_PLUGINS, AnyPlugin, CheckPlugin, CommandPlugin, Plugin
-from fairlead.records import EntryPoint, PluginRecord
-from fairlead.requirements import Installed
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+
+class Dist(Protocol):
+    """What is used of an `importlib.metadata.Distribution`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def requires(self) -> list[str] | None: ...
+
+
+class EntryPoint(Protocol):
+    """What is used of an `importlib.metadata.EntryPoint`; `fairlead.testing` makes fakes of it."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def value(self) -> str: ...  # noqa: D102
+    @property
+    def dist(self) -> Dist | None: ...  # noqa: D102
+    def load(self) -> Any: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRecord:
+    """What is known of one entry point: `error` says why it cannot be used, `missing` what its engine needs."""
+
+    axis: str
+    name: str
+    dist: str
+    version: str
+    value: str
+    error: str | None = None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The entry point's name, `strategy.ddp`."""
+        return f"{self.axis}.{self.name}"
+
+    @property
+    def available(self) -> bool:
+        """Whether it loads and its engine is installed."""
+        return self.error is None and not self.missing
+
+    def with_error(self, error: str) -> PluginRecord:
+        """The same record, unusable for this reason."""
+        return dataclasses.replace(self, error=error)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as `fairlead plugins --json` prints it."""
+        names = ("axis", "name", "dist", "version", "available", "missing", "error")
+        return {name: getattr(self, name) for name in names}
+
 
 __all__ = ["GROUP", "EntryPoint", "PluginManager", "PluginRecord", "default_plugins"]
 
@@ -352,3 +410,49 @@ def default_plugins() -> PluginManager:
     if not _default:
         _default.append(PluginManager())
     return _default[0]
+
+
+class Installed:
+    """The distributions of this Python environment; each version is looked up once."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, str | None] = {}
+
+    def version(self, dist: str) -> str | None:
+        """The version of a distribution; None: it is not installed."""
+        if dist not in self._versions:
+            try:
+                self._versions[dist] = importlib.metadata.version(dist)
+            except importlib.metadata.PackageNotFoundError:
+                self._versions[dist] = None
+        return self._versions[dist]
+
+    def meets(self, requirement: str) -> bool:
+        """Whether an entry of `engines` is met; `PluginError` where the text is neither an engine nor a requirement."""
+        parsed = _requirement(full_requirement(requirement))
+        if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
+            return True  # not needed on this system
+        version = self.version(parsed.name)
+        return version is not None and parsed.specifier.contains(version, prereleases=True)
+
+    def check_dist(self, point: EntryPoint) -> None:
+        """Raises `PluginError` where a plugin's dist needs another fairlead, before it is imported."""
+        version = self.version("fairlead")
+        for text in (point.dist.requires if point.dist and version else None) or []:
+            if not text.lower().startswith("fairlead") or text == f"fairlead=={version}":
+                continue  # nothing to parse, which would cost half of what `fairlead --help` takes
+            requirement = _requirement(text)
+            if requirement.name.lower() == "fairlead" and not self.meets(text):
+                raise PluginError(
+                    f"needs {requirement.name}{requirement.specifier}, but fairlead {version} is installed"
+                )
+
+
+def _requirement(text: str) -> Requirement:
+    # Imported late: `import fairlead` and `fairlead --help` need no requirement read.
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        return Requirement(text)
+    except InvalidRequirement as error:
+        raise PluginError(f"{text!r} is not a requirement such as 'horovod>=0.28'") from error

@@ -17,8 +17,7 @@ from fairlead.cli.session import Session
 from fairlead.config import JobConfig
 from fairlead.config.job import EXTENDS
 from fairlead.errors import ConfigError, did_you_mean
-from fairlead.first_party import first_party
-from fairlead.install import install_line
+from fairlead.install import first_party, install_line
 from fairlead.plugin_classes import AXIS_PLUGINS
 from fairlead.plugins import PluginRecord, engines_line
 

@@ -6,10 +6,8 @@ it? is it passed on to Lightning?) stands on the field itself: see `fairlead.con
 
 from __future__ import annotations
 
-from fairlead.config.checkpoint import CheckpointConfig
 from fairlead.config.job import JobConfig, ResourcesConfig, RunConfig
-from fairlead.config.spec import ClassSpec
-from fairlead.config.trainer import TrainerConfig
+from fairlead.config.trainer import CheckpointConfig, ClassSpec, TrainerConfig
 
 __all__ = [
     "CheckpointConfig",

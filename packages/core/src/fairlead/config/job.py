@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from fairlead.config.marks import NotExact
-from fairlead.config.spec import ClassSpec
-from fairlead.config.trainer import TrainerConfig
+from fairlead.config.trainer import ClassSpec, TrainerConfig
 from fairlead.config_bases import ConfigModel, SubmitterConfigBase
 from fairlead.open_union import OpenUnion
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,9 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from fairlead.config.checkpoint import CheckpointConfig
 from fairlead.config.marks import LIGHTNING, MayChange, NotExact
-from fairlead.config.spec import ClassSpec
 from fairlead.config_bases import (
     AXES,
     AcceleratorConfigBase,
@@ -38,6 +37,60 @@ from fairlead.config_bases import (
 from fairlead.durations import ClockTime, Duration
 from fairlead.errors import did_you_mean
 from fairlead.open_union import OpenUnion, config_mistake
+
+
+class CheckpointConfig(ConfigModel):
+    """When checkpoints are written and which are kept. The end of training is always saved."""
+
+    every_n_steps: PositiveInt | None = None
+    """Save after every N optimizer steps."""
+    every_n_epochs: PositiveInt | None = 1
+    """Save at the end of every Nth epoch, after its validation."""
+    every_n_minutes: PositiveFloat | None = None
+    """Save when so many minutes have passed since the last save."""
+    on_validation: bool = True
+    """Save after every validation, so that each measured state can be restored."""
+    monitor: str | None = None
+    """The logged metric that decides which checkpoints are best; None: `val/loss` or `val_loss` where logged."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger metric is better."""
+    keep_last: PositiveInt = 2
+    """How many of the newest checkpoints are kept."""
+    keep_best: NonNegativeInt = 1
+    """How many of the best checkpoints by `monitor` are kept besides."""
+    keep_every_n_steps: PositiveInt | None = None
+    """Checkpoints at multiples of N steps are kept forever."""
+    keep_every_n_minutes: PositiveFloat | None = None
+    """The first checkpoint of each N minutes is kept forever."""
+    save_weights_only: Annotated[
+        bool,
+        NotExact(
+            bool,
+            why="the state of the optimizer and the place in the epoch are not saved",
+            fix="save_weights_only: false",
+        ),
+    ] = False
+    """Leave out optimizer and loop state: smaller, but a run cannot resume from it."""
+
+
+class ClassSpec(ConfigModel):
+    """A callable of the user's and its arguments: `{class: "my.module:Name", args: {...}}`, or just the name.
+
+    Arguments may hold further `{class:, args:}` mappings; they are built first.
+    """
+
+    class_: str = Field(alias="class", min_length=1)
+    """`module:object`, looked up as the documentation's page on user code says."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the call."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"class": value} if isinstance(value, str) else value
+
 
 _NOTHING_SAVED: Final = "no checkpoint is written: there is nothing to resume from"
 _DEVICES: Final = re.compile(r"\s*(-1|[0-9]{1,9}(\s*,\s*[0-9]{1,9})*\s*,?)\s*")

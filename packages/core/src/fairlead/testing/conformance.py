@@ -24,8 +24,7 @@ from fairlead.findings import CODES, Finding
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugin_classes import Plugin
-from fairlead.plugins import PluginManager
-from fairlead.records import EntryPoint
+from fairlead.plugins import EntryPoint, PluginManager
 from fairlead.testing.fakes import FakeEnviron
 from fairlead.testing.resolutions import minimal_resolution
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairlead.records import Dist
+from fairlead.plugins import Dist
 
 
 class FakeEnviron(Mapping[str, str]):

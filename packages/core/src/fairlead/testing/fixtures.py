@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from fairlead.plugins import PluginManager
-    from fairlead.records import EntryPoint
+    from fairlead.plugins import EntryPoint, PluginManager
     from fairlead.testing.fakes import FakeDist, FakeEnviron
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fairlead.plugins import PluginManager
-from fairlead.records import PluginRecord
+from fairlead.plugins import PluginManager, PluginRecord
 from fairlead.testing.suites import CONFORMANCE
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from fairlead.errors import did_you_mean
 from fairlead.user_code.classes import signature_of
 from fairlead.user_code.imports import broken_import
-from fairlead.user_code.known import ENGINES, TRUSTED
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import NotKnownError, SourceError, Sources
 from fairlead.user_code.symbols import (
+    ENGINES,
     OBJECT,
+    TRUSTED,
     ClassSymbol,
     FunctionSymbol,
     MissingError,

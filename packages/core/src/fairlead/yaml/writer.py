@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import yaml
 
 from fairlead.errors import ConfigError
-from fairlead.yaml.reader import MAX_DEPTH
-from fairlead.yaml.scalars import resolve_plain
+from fairlead.yaml.reader import MAX_DEPTH, resolve_plain
 
 # YAML 1.1 has them as booleans; PyYAML does not read them so, other readers do.
 _SHORT_BOOLEANS = frozenset("yYnN")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.exactness.recorded import Recorded, last_record, sentence
+from fairlead.exactness import Recorded, last_record, sentence
 from fairlead.findings import Finding
 from fairlead_diagnostics.run_report.curves import Clock, Curve, read_curves
 from fairlead_runs import RunState, state

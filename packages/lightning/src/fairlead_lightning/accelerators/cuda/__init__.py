@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fairlead import AcceleratorConfigBase, hookimpl
 from fairlead.errors import ConfigError
-from fairlead.exactness.kernels import inexact_kernels
+from fairlead.exactness import inexact_kernels
 from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext, Devices
 from fairlead.resolution import Resolution
