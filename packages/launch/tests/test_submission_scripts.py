@@ -14,8 +14,7 @@ import pytest
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.submission import Request, Submitter
 from fairlead_launch.submission.lsf import LSFSubmitter, LSFSubmitterConfig
-from fairlead_launch.submission.network import NETWORKS
-from fairlead_launch.submission.requests import variables
+from fairlead_launch.submission.requests import NETWORKS, variables
 from fairlead_launch.submission.slurm import SLURMSubmitter, SLURMSubmitterConfig
 
 NASTY = 'it\'s a "run"; $(touch owned) `touch owned`'

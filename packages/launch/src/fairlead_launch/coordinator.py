@@ -7,6 +7,8 @@ node when all others have failed of it, and leaves the count of restarts and the
 
 from __future__ import annotations
 
+import contextlib
+import json
 import selectors
 import signal
 import socket
@@ -14,12 +16,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from fairlead.errors import ConfigError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead_launch.restarts import Restarts
 from fairlead_launch.verdict import SAVED
-from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
 
 _TICK_S: Final = 0.1
 _LATE_S: Final = 5.0
@@ -356,3 +357,72 @@ class Coordinator:
     def _send(self, nodes: Sequence[_Node], message: Message) -> None:
         for node in nodes:
             node.line.send(message)
+
+
+ALIVE_S: Final = 1.0
+"""Seconds between two signs of life."""
+SILENT_S: Final = 10.0
+"""After so many seconds without one a machine is lost: a killed launcher is noticed at once, by its connection."""
+_LONGEST: Final = 1 << 17
+"""Bytes of a message; who sends more is no launcher."""
+
+_SAID: Final = ("what", "where", "why", "fix")
+
+Message = dict[str, Any]
+
+
+class Line:
+    """One end of a connection between two launchers.
+
+    Example:
+        >>> a, b = (Line(end) for end in socket.socketpair())
+        >>> a.send({"kind": "alive"})
+        >>> b.receive()
+        [{'kind': 'alive'}]
+        >>> a.close()
+        >>> b.receive() is None
+        True
+        >>> b.close()
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._data = b""
+
+    def send(self, message: Message) -> None:
+        """Sends; nothing where the other end is gone, which `receive` tells."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message] | None:
+        """What has come, after waiting for something; None: the other end is gone, or no launcher."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            return None
+        lines = (self._data + data).split(b"\n")
+        self._data = lines.pop()
+        if not data or len(self._data) > _LONGEST:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return messages if all(isinstance(one, dict) and "kind" in one for one in messages) else None
+
+    def close(self) -> None:
+        """Closes it, for both ends."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+def packed(error: FairleadError) -> Message:
+    """An error as a message."""
+    return {name: getattr(error, name) for name in (*_SAID, "exit_code")}
+
+
+def unpacked(message: Message) -> FairleadError:
+    """The error of a message."""
+    kind = ConfigError if message["exit_code"] == ConfigError.exit_code else RunFailedError
+    return kind(message["what"], **{name: message[name] for name in _SAID[1:]})

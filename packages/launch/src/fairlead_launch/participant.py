@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from fairlead.errors import RunFailedError
-from fairlead_launch.coordinator import Coordinator
+from fairlead_launch.coordinator import ALIVE_S, SILENT_S, Coordinator, Line, Message, packed, unpacked
 from fairlead_launch.ports import DEFAULT_PORT, HeldPort, PortError, bind_listener
 from fairlead_launch.restarts import Restarts, last_step
 from fairlead_launch.supervise import Group
 from fairlead_launch.verdict import OtherNodeError
-from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
 
 _TRY_S: Final = 0.2
 _PATIENT_S: Final = 5.0

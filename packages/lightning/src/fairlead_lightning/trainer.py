@@ -30,7 +30,7 @@ from fairlead_distributed.run.opening import file_to_evaluate, open_session
 from fairlead_distributed.run.scripts import advice_for_scripts, described_job
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.threads import start_line, use_threads
-from fairlead_launch.kept_output import copy_output
+from fairlead_launch.output import copy_output
 from fairlead_launch.reports import announce_run
 from fairlead_lightning import compat
 from fairlead_lightning.build import trainer_arguments

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError
+from fairlead_launch.hosts import node_commands
 from fairlead_launch.launcher import DistributedLauncher
-from fairlead_launch.node_commands import node_commands
 from fairlead_launch.prove.script import prove_script
 from fairlead_launch.settings import LaunchConfig
 

@@ -29,8 +29,7 @@ from fairlead.resolution import Resolution
 from fairlead_launch.forkserver import SERVER_FD
 from fairlead_launch.submission.plan import home_of, job_of, load, text_of_job
 from fairlead_launch.submission.records import Record, next_number, writing
-from fairlead_launch.submission.requests import frozen
-from fairlead_launch.submission.sweep import members
+from fairlead_launch.submission.requests import frozen, members
 from fairlead_launch.supervise import noted_signals
 from fairlead_runs.describe import counted, shown_path
 from fairlead_runs.exit_codes import ExitCode

@@ -10,9 +10,8 @@ from typing import Final, Literal
 
 from fairlead.errors import ConfigError
 from fairlead.plugin_classes import SubmitterPlugin
-from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig
+from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig, Raw, words
 from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
-from fairlead_launch.submission.templates import Raw, words
 from fairlead_runs.exit_codes import ExitCode
 
 

@@ -29,12 +29,12 @@ from fairlead_launch.submission.requests import (
     command,
     frozen,
     hardware,
+    members,
     variables,
     warning_lead,
     with_requeuer,
 )
 from fairlead_launch.submission.snapshot import Sources, find_sources, moved, take_snapshot
-from fairlead_launch.submission.sweep import members
 from fairlead_runs.exclusion import excluded_nodes
 from fairlead_runs.fingerprints import leaves
 from fairlead_runs.history import read_history

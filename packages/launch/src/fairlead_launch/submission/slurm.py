@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.plugin_classes import SubmitterPlugin
-from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig
+from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig, Raw, words
 from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
-from fairlead_launch.submission.templates import Raw, words
 from fairlead_runs.chain import chain_begin, chain_end, chain_name, chain_options
 
 
