@@ -27,14 +27,13 @@ from fairlead.findings import Finding, errors_in
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_launch.forkserver import SERVER_FD
-from fairlead_launch.submission.plan import home_of, job_of, load, text_of_job
-from fairlead_launch.submission.records import Record, next_number, writing
+from fairlead_launch.submission.plan import home_of, job_of, load, text_of_job, writing
 from fairlead_launch.submission.requests import frozen, members
 from fairlead_launch.supervise import noted_signals
 from fairlead_runs.describe import counted, shown_path
 from fairlead_runs.exit_codes import ExitCode
 from fairlead_runs.naming import render_name
-from fairlead_runs.submitted import LOCAL, SUBMISSIONS
+from fairlead_runs.submitted import LOCAL, SUBMISSIONS, Record, next_number
 
 _POLL_S: Final = 0.05
 _GRACE_S: Final = 10.0

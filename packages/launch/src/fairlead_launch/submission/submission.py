@@ -12,11 +12,11 @@ from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.findings import errors_in
 from fairlead.plugins import PluginManager, default_plugins
-from fairlead_launch.submission.interface import JobState, Submitter
+from fairlead_launch.submission.interface import JobState, Submitter, build_submitter
 from fairlead_launch.submission.plan import make_plan
-from fairlead_launch.submission.records import Record, build_submitter
 from fairlead_runs import RunState, state
 from fairlead_runs.programs import ask
+from fairlead_runs.submitted import Record
 
 _TAIL = 20  # lines of output in an error
 _ASK_S = 60.0  # seconds for a scheduler's answer

@@ -12,7 +12,7 @@ from fairlead.errors import ConfigError, did_you_mean
 from fairlead_runs import RunState, is_run, list_runs
 from fairlead_runs.describe import counted, shown_path
 from fairlead_runs.states import FINGERPRINT_FILE
-from fairlead_runs.submitted import is_scheduled, members
+from fairlead_runs.submitted import LOCAL, read_submission
 
 
 def find_run(name: str, session: Session, *, or_sweep: bool = False) -> Path:
@@ -33,15 +33,16 @@ def find_run(name: str, session: Session, *, or_sweep: bool = False) -> Path:
                 why=f"it belongs to {_owner(path)}: {error.strerror}",
                 fix="ask its owner to let you read it: chmod -R g+rX",
             ) from error
-        if (runs := members(path)) and not (or_sweep and is_scheduled(path)):
+        record = read_submission(path)
+        if record is not None and record.index is not None:
+            if or_sweep and record.to != LOCAL:
+                return path
             raise ConfigError(
-                f"{name} is a sweep of {counted(len(runs), 'run')}",
+                f"{name} is a sweep of {counted(len(record.runs), 'run')}",
                 where="RUN",
-                why=f"from {runs[0].name} to {runs[-1].name}",
+                why=f"from {Path(record.runs[0]).name} to {Path(record.runs[-1]).name}",
                 fix=f"name one of them; fairlead runs {shown_path(path, session.cwd)} lists them",
             )
-        if runs:
-            return path
     folder = session.cwd / "runs"
     known = [run.name for run in list_runs(folder)] if folder.is_dir() else []
     near = did_you_mean(name, known)
