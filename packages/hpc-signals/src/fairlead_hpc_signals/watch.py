@@ -24,11 +24,10 @@ from functools import partial
 from typing import Final, Literal, NoReturn, Protocol, TypeVar
 
 from fairlead.facts import StopReason
-from fairlead_hpc_signals.deadline import Deadline
+from fairlead_hpc_signals.deadline import Deadline, Question
 from fairlead_hpc_signals.decision import AgreementError, Requested, StopDecision
 from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, planned
-from fairlead_hpc_signals.question import Question
 from fairlead_hpc_signals.shutdown import OUTCOME, claim_requeue, requeued
 from fairlead_runs.guard import Overdue
 from fairlead_runs.mailbox import Mailbox, StoreMailbox

@@ -24,8 +24,8 @@ from fairlead_diagnostics.run_report.charts import (
     timeline_chart,
 )
 from fairlead_diagnostics.run_report.content import RunContent
-from fairlead_runs.commands.facts import in_words
 from fairlead_runs.commands.runs import differing_settings
+from fairlead_runs.commands.texts import in_words
 from fairlead_runs.goodput import LOST, OTHER, QUEUE, START_UP, StartTimes
 from fairlead_runs.predicted import Comparison, shown
 from fairlead_runs.step_findings import milliseconds

@@ -11,14 +11,12 @@ from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead_runs import Beat, RunState, state
-from fairlead_runs.commands.facts import facts, headline, in_words, shown_state
-from fairlead_runs.commands.texts import ago, find_run, summary, table
+from fairlead_runs.commands.texts import ago, facts, find_run, headline, in_words, shown_state, summary, table
 from fairlead_runs.describe import counted
 from fairlead_runs.monitoring import scraped_at
-from fairlead_runs.pace import pace
+from fairlead_runs.pace import longest_wait, pace, wait_line
 from fairlead_runs.scheduler import ask_for_job, job_of_run
 from fairlead_runs.states import find_dumps
-from fairlead_runs.unserved import longest_wait, wait_line
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 _ROWS: Final = 20

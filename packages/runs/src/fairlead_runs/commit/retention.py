@@ -22,9 +22,8 @@ from fairlead_runs.commit.checkpoints import (
     to_trash,
 )
 from fairlead_runs.commit.fence import Fence
-from fairlead_runs.commit.files import atomic_write, disk_error, fenced_rename, remove_tree
+from fairlead_runs.commit.files import Syscalls, atomic_write, disk_error, fenced_rename, remove_tree
 from fairlead_runs.commit.manifest import verify
-from fairlead_runs.commit.syscalls import Syscalls
 
 if TYPE_CHECKING:
     from fairlead.config import CheckpointConfig
