@@ -6,14 +6,13 @@ import re
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field
 
 from fairlead.config_bases import ConfigModel, SubmitterConfigBase
-from fairlead.errors import ConfigError, RunFailedError, did_you_mean
+from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter
 from fairlead_runs.programs import Attempt, ask, attempt, find
 
@@ -233,23 +232,18 @@ def render_template(name: str, values: Mapping[str, Any], *, own: str | None = N
     )
     environment.filters.update(raw=Raw, words=words)
     path = Path(__file__).with_name("templates") / name if own is None else (cwd or Path.cwd()) / own
-    where = "submit.template" if own is not None else str(path)
-    wrong = partial(ConfigError, where=f"{where}: {path}")
     try:
         return environment.from_string(path.read_text(encoding="utf-8")).render(values)
-    except OSError as error:
-        raise wrong("the template cannot be read", why=error.strerror) from error
-    except UnicodeDecodeError as error:
-        raise wrong("the template is not text in UTF-8", why=str(error)) from error
-    except jinja2.UndefinedError as error:
-        name_given = str(error).split("'")[1] if "'" in str(error) else ""
-        near = did_you_mean(name_given, values)
-        fix = f"did you mean {near!r}?" if near else f"it may use: {', '.join(sorted(values))}"
-        raise wrong("the template asks for what there is not", why=str(error), fix=fix) from error
-    except jinja2.TemplateSyntaxError as error:
-        raise wrong("the template is not valid", why=f"line {error.lineno}: {error.message}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the template cannot be read", where=f"submit.template: {path}", why=str(error)) from error
     except jinja2.TemplateError as error:
-        raise wrong("the template cannot be filled", why=str(error)) from error
+        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ConfigError(
+            "the template cannot be filled",
+            where=f"submit.template: {path}",
+            why=f"{line}{error.message}",
+            fix=f"it may use: {', '.join(sorted(values))}",
+        ) from error
 
 
 def _quoted(value: object) -> object:

@@ -37,22 +37,16 @@ def hardware(job: JobConfig) -> ResourcesConfig:
         return job.resources
     trainer = job.trainer
     named = getattr(trainer.accelerator, "name", None)
-    if named is None:
-        raise ConfigError(
-            "the job does not say on what it is to run",
-            where="resources",
-            why="trainer.accelerator is auto, and a login node is no evidence",
-            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}, or device: cpu",
-        )
     devices = trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
     if trainer.devices == "auto" or devices < 1:
         devices = 1 if named == "cpu" else 0
-    if not devices:
+    if named is None or not devices:
+        lacking = "accelerator" if named is None else "devices"
         raise ConfigError(
-            "the job does not say how many devices it is to have",
+            "the job does not say on what it is to run",
             where="resources",
-            why="trainer.devices is auto, and a login node is no evidence",
-            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}",
+            why=f"trainer.{lacking} is auto, and a login node is no evidence",
+            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}, or device: cpu",
         )
     nodes = trainer.num_nodes if isinstance(trainer.num_nodes, int) else 1
     return ResourcesConfig(nodes=nodes, devices_per_node=devices, device=named)
