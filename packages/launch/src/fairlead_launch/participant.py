@@ -193,15 +193,10 @@ class Participant:
             return None
         try:
             return bind_listener((self._port,))
-        except PortError as error:
-            if not fixed:
-                return None
-            raise PortError(
-                f"node 0 cannot have the others come to port {self._port}",
-                where=f"{self._address}:{self._port}",
-                why=error.why,
-                fix=f"end what holds it (`ss -ltnp 'sport = :{self._port}'`), or give all nodes another --main-port",
-            ) from error
+        except PortError:
+            if fixed:
+                raise
+            return None
 
     def _hold_port(self) -> int:
         """Where rank 0 would listen: behind the launchers' own port, for a firewall that lets some through.
