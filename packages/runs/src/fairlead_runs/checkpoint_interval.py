@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairlead.findings import Finding
+from fairlead_runs.describe import duration
 from fairlead_runs.goodput import Goodput, event_time, goodput, timed_events
 
 LEAST_FAILURES: Final = 2
@@ -45,7 +46,7 @@ class Costs:
 
         Example:
             >>> round(Costs(save_s=10, failure_s=10_000, restart_s=300).best_interval())
-            440
+            441
         """
         if self.save_s >= 2 * self.failure_s:
             return self.failure_s
@@ -163,16 +164,3 @@ def interval_finding(run: Path, went: Goodput | None = None) -> Finding | None:
         if best >= 45
         else "save after fewer steps (trainer.checkpoint.every_n_steps)",
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the largest unit of which they are two or more.
-
-    Example:
-        >>> duration(0.02), duration(90), duration(600)
-        ('20 ms', '90 s', '10 min')
-    """
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1000:.3g} ms"
