@@ -50,7 +50,7 @@ from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.metrics.predictions import predict_distributed
 from fairlead_lightning.resume.users import owners_of_fit
 from fairlead_runs import fingerprint
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
 from fairlead_runs.evaluated import weights_to_evaluate

@@ -31,7 +31,7 @@ from fairlead_distributed.run.resume_source import (
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_launch.reports import leave_to_rank_0
 from fairlead_runs import RunDirectory, collect_provenance, fingerprint
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.chain import CHAIN
 from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.checkpoint_io import CheckpointCopies
