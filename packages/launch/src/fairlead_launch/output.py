@@ -18,7 +18,6 @@ import sys
 import termios
 import threading
 import time
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,18 +89,8 @@ class _Log:
 class _Line:
     """A line that waits until `until` for the same one of other ranks."""
 
-    text: str
     until: float
     ranks: list[int] = field(default_factory=list)
-
-
-@dataclass
-class _Equal:
-    """The lines of one text that wait, by their numbers from `first` on, and which one each rank prints next."""
-
-    first: int = 0
-    lines: dict[int, _Line] = field(default_factory=dict)
-    next: dict[int, int] = field(default_factory=dict)
 
 
 class Output:
@@ -130,8 +119,11 @@ class Output:
         self._folder = folder
         self._fallback = fallback
         self._settle_at = time.monotonic() + _SETTLE_S
-        self._lines: deque[_Line] = deque()
-        self._equal: dict[str, _Equal] = {}
+        self._lines: dict[tuple[str, int], _Line] = {}
+        """What waits, in the order in which it came: a text, and the how many-th of its kind it is."""
+        self._first: dict[str, int] = {}
+        self._next: dict[tuple[str, int], int] = {}
+        """Of a text that waits, the number of its first line that does, and of the next that a rank will print."""
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -208,7 +200,7 @@ class Output:
     def _copy(self) -> None:
         while True:
             with self._lock:
-                until = min((line.until for line in self._lines), default=self._settle_at)
+                until = min((line.until for line in self._lines.values()), default=self._settle_at)
                 wait = min(60.0, min(until, self._settle_at) - time.monotonic())
                 open_streams = len(self._selector.get_map()) - 1
             if self._closing is not None:
@@ -294,29 +286,24 @@ class Output:
             self._show(2, f"the log of rank {log.rank} cannot be written any more: {error}\n".encode())
 
     def _collect(self, rank: int, text: str) -> None:
-        equal = self._equal.setdefault(text, _Equal())
-        number = max(equal.next.get(rank, 0), equal.first)
-        equal.next[rank] = number + 1
-        if number not in equal.lines:
-            equal.lines[number] = _Line(text, time.monotonic() + _EQUAL_S)
-            self._lines.append(equal.lines[number])
-        equal.lines[number].ranks.append(rank)
+        number = max(self._next.get((text, rank), 0), self._first.setdefault(text, 0))
+        self._next[text, rank] = number + 1
+        self._lines.setdefault((text, number), _Line(time.monotonic() + _EQUAL_S)).ranks.append(rank)
 
     def _flush(self, *, everything: bool = False) -> None:
         """Shows the lines that wait for no rank any more, in the order in which they came."""
         now = time.monotonic()
         shown = []
-        while self._lines:
-            first = self._lines[0]
-            if not everything and len(first.ranks) < len(self._shown) and now < first.until:
+        for (text, number), line in list(self._lines.items()):
+            if not everything and len(line.ranks) < len(self._shown) and now < line.until:
                 break
-            self._lines.popleft()
-            equal = self._equal[first.text]
-            del equal.lines[equal.first]
-            equal.first += 1
-            if not equal.lines:
-                del self._equal[first.text]
-            shown.append(f"[{ranks_text(sorted(first.ranks))}] {first.text}\n")
+            del self._lines[text, number]
+            self._first[text] = number + 1
+            if (text, number + 1) not in self._lines:  # none of its kind waits any more
+                del self._first[text]
+                for rank in self._shown:
+                    self._next.pop((text, rank), None)
+            shown.append(f"[{ranks_text(sorted(line.ranks))}] {text}\n")
         if shown:
             self._show(1, "".join(shown).encode())
 
