@@ -26,7 +26,7 @@ from fairlead.errors import ConfigError, RunFailedError
 from fairlead.hostlist import expand
 from fairlead.secret_names import is_secret_name
 from fairlead_launch.ports import DEFAULT_PORT
-from fairlead_launch.settings import LaunchConfig
+from fairlead_launch.settings import COMMAND_INTERVAL_S, OPTIONS, LaunchConfig
 
 _SSH: Final = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 _PASSED: Final = re.compile(
@@ -39,26 +39,18 @@ _GRACE_S: Final = 45.0
 """How long the launchers may take to end, when one could not be started."""
 _SAVE_S: Final = 30.0
 """How long ranks may take to save and stop when who has started their launcher has gone."""
-_SAME: Final = {
-    "nproc_per_node": "--nproc",
-    "backend": "--backend",
-    "max_restarts": "--max-restarts",
-    "monitor_interval": "--monitor-interval",
-    "start_timeout": "--start-timeout",
-    "log_dir": "--log-dir",
-    "start_method": "--start-method",
-    "tail": "--tail",
-}
-"""The options that all nodes have alike, by their fields."""
+_OF_A_NODE: Final = ("nnodes", "node_rank", "master_addr", "master_port", "hosts", "hostfile", "ssh", "export")
+"""The settings that say which node it is, or how it is started: all others are alike."""
 
 
 def option_words(config: LaunchConfig) -> list[str]:
     """The options that all nodes have alike, where they are not the defaults."""
-    defaults = {name: LaunchConfig.model_fields[name].default for name in _SAME} | {"monitor_interval": 0.1}
+    defaults = {name: field.default for name, field in LaunchConfig.model_fields.items()}
+    defaults["monitor_interval"] = COMMAND_INTERVAL_S
     return [
         word
-        for name, option in _SAME.items()
-        if (value := getattr(config, name)) != defaults[name]
+        for name, (_, option, *_) in OPTIONS.items()
+        if name not in _OF_A_NODE and (value := getattr(config, name)) != defaults[name]
         for word in (option, f"{value:g}" if isinstance(value, float) else str(value))
     ]
 
