@@ -54,7 +54,7 @@ ENVIRONMENT_PLACES = {
     ("fairlead_launch.forkserver", "clear"): "or those that it is given, when it imports for others",
     ("fairlead_launch.forkserver", "update"): "which are then all",
     ("fairlead_launch.launcher", "update"): "a process that is a rank already becomes the script's",
-    ("fairlead_launch.remote", "update"): "a launcher over ssh gets the variables that its command line must not show",
+    ("fairlead_launch.hosts", "update"): "a launcher over ssh gets the variables that its command line must not show",
     ("fairlead_launch.worker", "Call"): "a rank's own, before the user's script changes them",
     ("fairlead_launch.preloading", "Subscript"): "torch is told not to start a driver when it is imported",
     ("fairlead_launch.preloading", "AnnAssign"): "what a module asks for when it is imported is noted",

@@ -15,8 +15,10 @@ import pytest
 import fairlead
 from fairlead import yaml
 from fairlead.cli import main
+from fairlead.plugins import default_plugins
 from fairlead_launch import submission as fairlead_submission
 from fairlead_launch.submission import read_submission
+from fairlead_launch.submission.interface import build_submitter
 from fairlead_runs import RunState
 from integration_tests.exact.cases import Case
 from integration_tests.exact.compare import differences
@@ -211,7 +213,7 @@ def test_a_sweep_is_an_array_with_a_run_for_each_member(
     record = read_submission(cwd / "runs/mlp-task-3")
     assert record is not None
     assert (record.id, record.sweep) == (f"{job.id}_3", ("model.args.width=16", "trainer.max_epochs=2"))
-    submitter = record.submitter(environ(cluster))
+    submitter = build_submitter(record.submit, environ(cluster), default_plugins())
     wait_until("the array is done", lambda: submitter.state(job.id).phase not in ("queued", "running"), 200)
     assert (submitter.state(job.id).phase, submitter.state(record.id).phase) == ("finished", "finished"), job.text()
     main(["runs", "runs/mlp"], environ=dict(os.environ), cwd=cwd)

@@ -179,7 +179,7 @@ def test_every_field_of_the_trainer_was_thought_of() -> None:
     known = by_plugin | inexact | by_sight | by_ranks | limits | the_same_each_time
     assert set(TrainerConfig.model_fields) == known
     when_and_which = {"every_n_steps", "every_n_epochs", "every_n_minutes", "on_validation", "monitor", "mode"}
-    kept = {"keep_last", "keep_best", "keep_every_n_steps", "keep_every_n_minutes"}
+    kept = {"keep_last", "keep_best", "keep_every_n_steps"}
     assert set(CheckpointConfig.model_fields) == when_and_which | kept | {"save_weights_only"}
 
 

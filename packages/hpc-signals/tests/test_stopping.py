@@ -178,7 +178,7 @@ def test_a_job_that_is_cancelled_while_it_saves(
     slurm: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler is asked again before the requeue, when some time has passed."""
-    monkeypatch.setattr("fairlead_hpc_signals.question._STALE", 0.0)
+    monkeypatch.setattr("fairlead_hpc_signals.deadline._STALE", 0.0)
     requeue = Requeue(tmp_path / "log")
 
     def save() -> None:

@@ -122,7 +122,7 @@ def test_the_level_of_a_line() -> None:
 def test_a_rank_of_another_launcher_keeps_a_copy(tmp_path: Path) -> None:
     """Its own streams are as before; a full disk ends only the copy."""
     code = """
-    from fairlead_launch.kept_output import copy_output
+    from fairlead_launch.output import copy_output
     copy_output(Path("logs"), 7)
     copy_output(Path("logs"), 7)
     print("10 %\\r20 %")
@@ -133,8 +133,6 @@ def test_a_rank_of_another_launcher_keeps_a_copy(tmp_path: Path) -> None:
     assert (shown.stdout, shown.stderr) == (b"10 %\r20 %\nhalf", b"WARNING: hot\n")
     text = (tmp_path / "logs" / "rank-00007.log").read_text()
     assert [line.partition("[Rank 7] ")[2] for line in text.splitlines()] == ["INFO: 20 %", "WARNING: hot"]
-    full = show(
-        "from fairlead_launch.kept_output import copy_output\ncopy_output(Path('/proc/x'), 7)\nprint(1)", tmp_path
-    )
+    full = show("from fairlead_launch.output import copy_output\ncopy_output(Path('/proc/x'), 7)\nprint(1)", tmp_path)
     assert full.stdout == b"1\n"
     assert b"the output of rank 7 is not saved" in full.stderr

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fairlead_launch.plans import PLAN, inherited_plan, plan_to_inherit
+from fairlead_launch.environment import PLAN, inherited_plan, plan_to_inherit
 
-SAYS = "import os; from fairlead_launch.plans import inherited_plan; print(inherited_plan(os.environ))"
+SAYS = "import os; from fairlead_launch.environment import inherited_plan; print(inherited_plan(os.environ))"
 
 
 def said(variable: str, fds: tuple[int, ...]) -> str:

@@ -20,8 +20,7 @@ from fairlead.own_checks import user_code
 from fairlead.testing import FakeEntryPoint, stand_ins
 from fairlead_launch.commands import plugin as commands
 from fairlead_launch.submission import lsf, read_submission, slurm
-from fairlead_launch.submission.requests import array_indices
-from fairlead_launch.submission.sweep import members
+from fairlead_launch.submission.requests import array_indices, members
 from fairlead_runs import collect_provenance
 from fairlead_runs.checks import run_directory
 from fairlead_runs.commands.plugins import runs

@@ -184,7 +184,7 @@ def test_a_trainjobs_progress_is_in_its_state() -> None:
     ("settings", "told"),
     [
         ({"runs": None}, "no volume of the pods holds /home/me/runs/sine-0"),
-        ({"runs": None, "volumes": [{"path": "/home", "empty_dir": "disk"}]}, "no volume of the pods holds"),
+        ({"runs": None, "volumes": [{"path": "/home", "source": {"emptyDir": {}}}]}, "no volume of the pods holds"),
         ({"snapshot": True}, "the pods do not see the copy of the code"),
     ],
 )
@@ -202,7 +202,7 @@ def test_what_pods_do_not_see_is_said_before_anything_is_made(settings: dict[str
         ({"pod": {"restartPolicy": "Always"}}, "restartPolicy cannot be set here"),
         ({"runs": {"claim": "runs", "path": "runs"}}, "write an absolute path"),
         ({"volumes": [{"path": "/data"}]}, "needs exactly one of claim"),
-        ({"volumes": [{"path": "/data", "claim": "a", "secret": "b"}]}, "needs exactly one of claim"),
+        ({"container": {"env": []}}, "env cannot be set here"),
         ({"grace": 5}, "greater than or equal to 30"),
     ],
 )

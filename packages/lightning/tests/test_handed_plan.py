@@ -10,8 +10,7 @@ import pytest
 
 from fairlead.cli.session import Session
 from fairlead.plugins import default_plugins
-from fairlead_launch.environment import rank_environment
-from fairlead_launch.plans import PLAN, plan_to_inherit
+from fairlead_launch.environment import PLAN, plan_to_inherit, rank_environment
 from fairlead_lightning.commands.prepare import prepare
 
 JOB = """

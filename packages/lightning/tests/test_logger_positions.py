@@ -26,7 +26,7 @@ from fairlead_lightning.loggers.tensorboard import events
 from fairlead_lightning.loggers.tensorboard.runtime import EventLogger, build
 from fairlead_lightning.metrics.metrics_logger import MetricsLogger
 from fairlead_runs.logger_positions import Positioned, logger_positions, resume_position
-from fairlead_runs.step_table import StepTable
+from fairlead_runs.metrics_file import StepTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard", "ignore::DeprecationWarning:google")
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead_lightning.metrics.metrics_logger import MetricsLogger
-from fairlead_runs.step_table import StepTable
+from fairlead_runs.metrics_file import StepTable
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -97,8 +97,8 @@ def test_prometheus_scrapes_a_training_and_its_resume(tmp_path: Path, capsys: py
     fit(tmp_path, model=model, max_epochs=2, loggers=loggers, checkpoint={"every_n_steps": 4})
     assert "  scraped:   http://" in capsys.readouterr().out
     found = model.found
-    assert (found["fairlead_run_steps_total"], found["fairlead_run_restarts_total"]) == (12, 1)
-    assert found["fairlead_run_samples_total"] == 48
+    assert (found["fairlead_run_steps_total"], found["fairlead_run_restarts_total"]) == (4, 1)
+    assert found["fairlead_run_samples_total"] == 16
 
 
 def test_a_port_that_is_taken_is_the_next_one_or_an_error(
@@ -169,8 +169,8 @@ def test_a_script_and_a_loop_show_the_same(tmp_path: Path, capsys: pytest.Captur
     last = parsed((tmp_path / "fairlead-run.prom").read_text())
     same = ["fairlead_run_step", "fairlead_run_samples_total", "fairlead_run_saves_total|saved", "fairlead_run_active"]
     assert [of_script[name] for name in same] == [8, 32, 1, 0]
-    assert [last[name] for name in same] == [16, 64, 2, 0]
-    assert found["fairlead_run_steps_total"] == 13
+    assert [last[name] for name in same] == [16, 32, 2, 0]
+    assert found["fairlead_run_steps_total"] == 5
     assert found["fairlead_logged_loss|loss"] > 0
     assert list((tmp_path / "loop" / "run" / "tensorboard").glob("*tfevents*"))
 
@@ -238,27 +238,25 @@ class Loaded(Line):
         time.sleep(0.15)
 
 
-def test_otlp_is_sent_with_names_units_and_counters_that_go_on(tmp_path: Path) -> None:
+def test_otlp_is_sent_with_names_units_and_counters_of_each_start(tmp_path: Path) -> None:
     with receiver() as (port, found):
         logger = {"name": "otel", "endpoint": f"http://127.0.0.1:{port}", "interval": 0.3}
         began = time.monotonic()
         for epochs in (1, 2):
             make_trainer(tmp_path, max_epochs=epochs, loggers=[logger]).fit(Loaded())
             last = received(found[-1])
-            assert last["fairlead.run.steps"] == ("sum", "{step}", 8 * epochs, 1)
+            assert last["fairlead.run.steps"] == ("sum", "{step}", 8, 1)
             assert last["fairlead.run.active"][2] == 0
         elapsed = time.monotonic() - began
     assert last["fairlead.run.saves|saved"] == ("sum", "{save}", 2, 2)
     assert last["fairlead.run.save.time"][:2] == ("sum", "s")
     assert last["fairlead.run.memory.usage|host"][1] == "By"
-    assert last["fairlead.run.samples"][2] == 64
+    assert last["fairlead.run.samples"][2] == 32
     assert last["fairlead.logged.train_loss|train/loss"][0] == "gauge"
     assert last["fairlead.run.restarts"][2] == 1
     attributes = {one.key: one.value.string_value for one in found[-1].resource_metrics[0].resource.attributes}
     assert (attributes["service.name"], attributes["fairlead.run.name"]) == ("fairlead", "run")
     assert len(found) <= elapsed / 0.3 + 4, "the workers send nothing"
-    steps = [received(one)["fairlead.run.steps"][2] for one in found if "fairlead.run.steps" in received(one)]
-    assert steps == sorted(steps)
 
 
 def test_a_collector_that_is_silent_does_not_hold_up_the_end(tmp_path: Path) -> None:
@@ -266,7 +264,6 @@ def test_a_collector_that_is_silent_does_not_hold_up_the_end(tmp_path: Path) -> 
         began = time.monotonic()
         fit(tmp_path, max_steps=1, loggers=[{"name": "otel", "endpoint": f"http://127.0.0.1:{port}", "timeout": 0.5}])
         assert time.monotonic() - began < 8
-    assert (tmp_path / "run" / "otel-run.json").exists()
 
 
 # -- the dashboard

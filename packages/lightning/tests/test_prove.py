@@ -15,8 +15,7 @@ import torch
 from tiny_job import Line, plain
 
 from fairlead_distributed.run.memory import remembered
-from fairlead_launch.prove.compare import Unequal, trained_otherwise
-from fairlead_launch.prove.course import explained
+from fairlead_launch.prove.course import Unequal, explained, trained_otherwise
 from fairlead_launch.prove.plan import Plan
 from fairlead_lightning.resume.users import owners_of_fit
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_job import events
 
-from fairlead_runs.unserved import longest_wait, wait_line
+from fairlead_runs.pace import longest_wait, wait_line
 
 pytestmark = pytest.mark.full
 

@@ -20,7 +20,7 @@ from tiny_job import Data, Line, apart, events, latest, metric_rows
 from fairlead import ClassSpec, RunConfig, Trainer, TrainerConfig
 from fairlead.config import CheckpointConfig
 from fairlead_lightning.build import PASSED_ON
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 
 Check = Callable[[Trainer, Path], None]
 

@@ -11,7 +11,7 @@ from fairlead.errors import ConfigError
 from fairlead.plugins import PluginManager
 from fairlead.resolve import Resolution, resolve
 from fairlead.testing import FakeEntryPoint, stand_ins
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 
 PLUGINS = PluginManager([FakeEntryPoint(name, plugin) for name, plugin in stand_ins().items()])
 

@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fairlead import yaml
 from fairlead_runs.checkpoint_interval import (
     Costs,
-    earlier_finding,
     interval_finding,
     measured,
     measured_costs,
 )
-from fairlead_runs.fingerprints import fingerprint
 from fairlead_runs.step_times import StepTimes, times_folder
 
 CASES = [
@@ -100,23 +97,3 @@ def test_saving_too_seldom_and_too_often_are_named_with_what_another_interval_wo
     assert "the run saves every 50 min" in str(said[50])
     assert "so lost work costs most" in str(said[50])
     assert "trainer.checkpoint.every_n_minutes: 7" in str(said[50]) or "every_n_minutes: 8" in str(said[50])
-
-
-def test_a_first_start_hears_what_an_earlier_run_of_the_same_job_has_measured(tmp_path: Path) -> None:
-    """Of the same settings, that saves alike, and has failed often enough; nothing is guessed."""
-
-    def run(name: str, lr: float = 0.1, minutes: int = 50) -> Path:
-        path = tmp_path / name
-        path.mkdir()
-        job = {"model": {"class": "m:M", "args": {"lr": lr}}, "trainer": {"checkpoint": {"every_n_minutes": minutes}}}
-        (path / "fingerprint.json").write_bytes(fingerprint({"model": job["model"]}).dump())
-        (path / "job.yaml").write_text(yaml.dump(job))
-        return path
-
-    failed_run(run("lm"), minutes=50)
-    assert "lm, an earlier run of this job, saves every 50 min" in str(earlier_finding(run("lm-2")))
-    assert earlier_finding(run("lm-3", lr=0.2)) is None
-    assert earlier_finding(run("lm-4", minutes=7)) is None
-    assert earlier_finding(run("lm-large")) is None
-    (tmp_path / "lm" / "fingerprint.json").write_text("{")
-    assert earlier_finding(tmp_path / "lm-2") is None

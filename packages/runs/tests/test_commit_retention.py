@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import os
 import shutil
@@ -13,7 +12,6 @@ import pytest
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_runs.commit import (
     Checkpoint,
-    Manifest,
     RetentionPolicy,
     Syscalls,
     best,
@@ -86,17 +84,6 @@ def test_every_n_steps_and_marked_ones_are_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [10, 70]
 
 
-def test_one_per_span_of_minutes_is_kept_also_when_the_clock_goes_backwards(tmp_path: Path) -> None:
-    noon = datetime.datetime(2026, 11, 20, 12, tzinfo=datetime.UTC)
-    for step, minute in enumerate([0, 10, 29, 30, 45, -60, -50, -29], start=1):
-        manifest = save(tmp_path, step).path / "manifest.json"
-        old = Manifest.load(manifest.read_bytes())
-        created = (noon + datetime.timedelta(minutes=minute)).isoformat()
-        manifest.write_bytes(Manifest(old.files, old.metadata, created).dump())
-    retain(tmp_path, RetentionPolicy(last=1, every_minutes=30))
-    assert steps(tmp_path) == [1, 4, 6, 8]
-
-
 def test_the_newest_complete_one_is_never_deleted(tmp_path: Path) -> None:
     """Damaged ones do not count: with `last=1` and a damaged newest, the one before it stays."""
     for step in (1, 2, 3):
@@ -147,9 +134,7 @@ def test_nothing_to_delete_and_no_directory(tmp_path: Path) -> None:
     assert retain(tmp_path, RetentionPolicy()) == []
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"best": 1}, {"last": -1}, {"mode": "low"}, {"every_n_steps": 0}, {"every_minutes": -1.0}]
-)
+@pytest.mark.parametrize("wrong", [{"best": 1}, {"last": -1}, {"mode": "low"}, {"every_n_steps": 0}])
 def test_a_policy_without_meaning_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         RetentionPolicy(**wrong)  # type: ignore[arg-type]

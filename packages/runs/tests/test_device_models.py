@@ -12,8 +12,7 @@ import pytest
 from fairlead.config import JobConfig, ResourcesConfig
 from fairlead.jobs import LoadedJob
 from fairlead.plugins import PluginManager
-from fairlead_runs.device_check import check_device
-from fairlead_runs.device_models import NVIDIA, device_names, find_device, vendors
+from fairlead_runs.device_models import NVIDIA, check_device, device_names, find_device, vendors
 
 
 @pytest.mark.parametrize(

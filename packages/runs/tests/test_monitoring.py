@@ -1,4 +1,4 @@
-"""What a monitoring system is told of a run: values from its directory, counters that no resume makes fall."""
+"""What a monitoring system is told of a run: values from its directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fairlead.errors import RunDirectoryError
 from fairlead_runs import Heartbeat, History
 from fairlead_runs.heartbeat import heartbeat_path
 from fairlead_runs.monitoring import METRICS, Metric, Reading, RunMetrics, logged_metric
@@ -57,9 +56,9 @@ class Start:
             beat.close()
 
 
-def test_counters_go_on_where_a_run_resumes_before_its_last_step(tmp_path: Path) -> None:
+def test_what_is_told_of_a_run_and_of_a_start_that_resumes(tmp_path: Path) -> None:
     first = Start(tmp_path, 1, 0)
-    metrics = RunMetrics(tmp_path, "prometheus")
+    metrics = RunMetrics(tmp_path)
     metrics.log({"train/loss": 0.5, "epoch": 1, "note": "text"})
     first.at(10, 9)
     first.history.append("checkpoint", step=6, seconds=1.5)
@@ -82,34 +81,21 @@ def test_counters_go_on_where_a_run_resumes_before_its_last_step(tmp_path: Path)
     first.close()
 
     second = Start(tmp_path, 2, 6)  # nothing was said of the first's end: it was killed
-    metrics = RunMetrics(tmp_path, "prometheus")
+    metrics = RunMetrics(tmp_path)
     begun = values(metrics.read("run"))
-    assert (begun["fairlead_run_step"], begun["fairlead_run_steps_total"]) == (6, 10)
+    assert (begun["fairlead_run_step"], begun["fairlead_run_steps_total"]) == (6, 0)
     second.at(9, 9)
-    assert RunMetrics(tmp_path, "prometheus").read("run"), "another logger of the same start"
     found = values(metrics.read("run"))
-    assert (found["fairlead_run_step"], found["fairlead_run_steps_total"]) == (9, 13)
-    assert found["fairlead_run_samples_total"] == 8 * 13
+    assert (found["fairlead_run_step"], found["fairlead_run_steps_total"]) == (9, 3)
+    assert found["fairlead_run_samples_total"] == 8 * 3
     assert found["fairlead_run_restarts_total"] == 1
-    second.close()
-
-
-def test_a_start_that_nobody_asked_counts_as_far_as_it_is_recorded(tmp_path: Path) -> None:
-    """Killed between two scrapes, or before the first one: its checkpoints say how far it came."""
-    first = Start(tmp_path, 1, 0)
-    first.history.append("checkpoint", step=40, seconds=1.0)
-    first.close()
-    second = Start(tmp_path, 2, 40)
-    second.at(50, 50)
-    found = values(RunMetrics(tmp_path, "prometheus").read("run"))
-    assert (found["fairlead_run_steps_total"], found["fairlead_run_samples_total"]) == (50, 400)
     second.close()
 
 
 def test_shares_of_a_step_are_the_means_of_the_ranks(tmp_path: Path) -> None:
     start = Start(tmp_path, 1, 0)
     start.work(data=1.0, compute=1.0)
-    found = values(RunMetrics(tmp_path, "otel").read("run"))
+    found = values(RunMetrics(tmp_path).read("run"))
     assert found["fairlead_step_share_ratio{data}"] == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert found["fairlead_step_share_ratio{compute}"] == pytest.approx((1 / 2 + 1 / 3) / 2)
     assert found["fairlead_run_goodput_ratio"] > 0
@@ -117,16 +103,9 @@ def test_shares_of_a_step_are_the_means_of_the_ranks(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_not_begun_has_no_steps_yet(tmp_path: Path) -> None:
-    found = values(RunMetrics(tmp_path, "otel").read("run"))
+    found = values(RunMetrics(tmp_path).read("run"))
     assert found["fairlead_run_active"] == 1
     assert "fairlead_run_steps_total" not in found
-
-
-def test_a_damaged_file_of_counters_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "otel-run.json").write_text("{}")
-    with pytest.raises(RunDirectoryError) as raised:
-        RunMetrics(tmp_path, "otel")
-    assert "delete it" in raised.value.block()
 
 
 def test_names_follow_opentelemetry() -> None:

@@ -10,9 +10,7 @@ from pydantic import ValidationError
 
 from fairlead import JobConfig, PluginManager, PrecisionConfigBase, TrainerConfig
 from fairlead.errors import ConfigError
-from fairlead_runs.batch_policy import batch_plan
-from fairlead_runs.batch_size import GlobalBatch, for_each_rank
-from fairlead_runs.data_ranks import data_ranks, replicas_of
+from fairlead_runs.batch_size import GlobalBatch, batch_plan, data_ranks, for_each_rank, replicas_of
 from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig, TensorParallelStrategyConfig
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.config import MeshStrategyConfig

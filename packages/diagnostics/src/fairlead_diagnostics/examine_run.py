@@ -19,18 +19,16 @@ from fairlead.cli.session import Session
 from fairlead.findings import Finding
 from fairlead_runs import Beat, RunState, state
 from fairlead_runs.checkpoint_interval import interval_finding
-from fairlead_runs.commands.facts import headline, in_words
 from fairlead_runs.commands.status import find_stuck, stuck_line
-from fairlead_runs.commands.texts import ago, table
+from fairlead_runs.commands.texts import ago, headline, in_words, table
 from fairlead_runs.commit import newest_complete
-from fairlead_runs.describe import counted
+from fairlead_runs.describe import counted, duration
 from fairlead_runs.goodput import LOST, SAVING, goodput
 from fairlead_runs.heartbeat import read_heartbeats
-from fairlead_runs.pace import pace
+from fairlead_runs.pace import longest_wait, pace, wait_line
 from fairlead_runs.states import REQUESTED, dump_folder, stacks_request
-from fairlead_runs.step_findings import milliseconds, step_findings
+from fairlead_runs.step_findings import step_findings
 from fairlead_runs.step_times import RankTimes, read_times
-from fairlead_runs.unserved import longest_wait, wait_line
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
 
 _WATCHED_S: Final = 3.0
@@ -349,7 +347,7 @@ def _lines(
     known = [one for one in ranks if one.mean_s]
     if known:
         shares = sorted(known[0].shares.items(), key=lambda pair: -pair[1])
-        yield f"  a step of rank {known[0].rank}: {milliseconds(known[0].mean_s or 0.0)}; " + ", ".join(
+        yield f"  a step of rank {known[0].rank}: {duration(known[0].mean_s or 0.0)}; " + ", ".join(
             f"{part} {share:.0%}" for part, share in shares if share >= 0.005
         )
     if run.ranks:

@@ -22,9 +22,8 @@ from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
 from fairlead_diagnostics.run_report.charts import COLORS, ORDER
 from fairlead_runs import RunState, state
-from fairlead_runs.commands.facts import facts, headline, in_words
 from fairlead_runs.commands.status import find_stuck, stuck_line
-from fairlead_runs.commands.texts import ago, find_run
+from fairlead_runs.commands.texts import ago, facts, find_run, headline, in_words
 from fairlead_runs.goodput import goodput
 from fairlead_runs.pace import pace
 from fairlead_runs.step_findings import step_findings

@@ -12,7 +12,7 @@ from fairlead.plugins import default_plugins
 from fairlead_distributed import _environ
 from fairlead_distributed.info import DistributedInfo, get_distributed_info, is_initialized
 from fairlead_distributed.process_group import init_process_group
-from fairlead_launch.node_commands import node_commands
+from fairlead_launch.hosts import node_commands
 from fairlead_launch.settings import LaunchConfig
 
 

@@ -33,7 +33,7 @@ from fairlead_hpc_signals.decision import (
     request_of,
 )
 from fairlead_hpc_signals.flags import SignalFlags
-from fairlead_hpc_signals.watch import to_stderr
+from fairlead_hpc_signals.outcomes import to_stderr
 from fairlead_runs.mailbox import LONG, Mailbox, StoreMailbox
 from fairlead_runs.waiting import ranks_text
 

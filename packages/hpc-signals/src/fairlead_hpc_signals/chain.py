@@ -15,9 +15,8 @@ from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.excluding import exclusion
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job
-from fairlead_hpc_signals.programs import UnansweredError
+from fairlead_hpc_signals.programs import JOB_UNKNOWN, UnansweredError, check_job
+from fairlead_hpc_signals.slurm import exclusion
 from fairlead_runs.chain import CHAIN
 from fairlead_runs.programs import ask, find
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Final, NoReturn
@@ -172,3 +174,9 @@ def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy)
 def exit_code_without_requeue(signals: Sequence[str]) -> int:
     """130 after an interrupt from the keyboard alone, else 143, as a shell would say it."""
     return int(ExitCode.INTERRUPTED if set(signals) == {"SIGINT"} else ExitCode.STOPPED)
+
+
+def to_stderr(text: str) -> None:
+    """Tells a person; where that cannot be written, the stop is more important."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -12,11 +12,13 @@ from pydantic import Field
 
 from fairlead.config_bases import RequeueConfigBase
 from fairlead.errors import RunFailedError
+from fairlead.facts import Job
 from fairlead.findings import Finding
 from fairlead_runs.programs import Attempt, attempt, find
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
+
 
 COMMAND_MISSING: Final[Mapping[str, str]] = {
     "requeue-command-missing": "The command that requeues the job is not on the PATH, as in many containers."
@@ -113,3 +115,28 @@ def _story(attempts: Sequence[Attempt], timeout_s: float) -> str:
         else:
             lines.append(f"exit code {one.code}: {one.message or 'no output'}")
     return "\n".join(dict.fromkeys(lines))
+
+
+JOB_UNKNOWN: Final[Mapping[str, str]] = {
+    "requeue-job-unknown": "The environment names no job that the requeuer could start again."
+}
+"""The code of `check_job`."""
+
+
+def requeue_command(job: Job | None, scheduler: str | None = None) -> tuple[str, ...]:
+    """The command that requeues a job, where it is one of the scheduler, if one is named; else nothing."""
+    return job.requeue if job is not None and scheduler in (None, job.scheduler) else ()
+
+
+def check_job(resolution: Resolution, scheduler: str | None = None) -> Iterator[Finding]:
+    """Whether there is a job to requeue."""
+    if resolution.inside_job and not requeue_command(resolution.job, scheduler):
+        yield Finding(
+            "warning",
+            "requeue-job-unknown",
+            f"this process belongs to no job {f'of {scheduler}' if scheduler else 'that can be requeued'}, "
+            "so that there is nothing to requeue",
+            where="trainer.requeue",
+            why="no installed environment finds one" if resolution.job is None else f"it is in {resolution.job.id}",
+            fix="requeue: none, exit_code, script or command",
+        )

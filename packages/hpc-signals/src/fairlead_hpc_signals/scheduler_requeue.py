@@ -12,8 +12,16 @@ from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import BuildContext, Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, requeue_command
-from fairlead_hpc_signals.programs import COMMAND_MISSING, NOT_IN_CONTAINER, CommandSettings, check_command, run_command
+from fairlead_hpc_signals.programs import (
+    COMMAND_MISSING,
+    JOB_UNKNOWN,
+    NOT_IN_CONTAINER,
+    CommandSettings,
+    check_command,
+    check_job,
+    requeue_command,
+    run_command,
+)
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution

@@ -16,7 +16,7 @@ from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
 from fairlead.interfaces import Requeuer
 from fairlead.plugin_classes import RequeuePlugin
-from fairlead_hpc_signals.jobs import JOB_UNKNOWN, check_job, requeue_command
+from fairlead_hpc_signals.programs import JOB_UNKNOWN, check_job, requeue_command
 from fairlead_runs.commit import Syscalls
 from fairlead_runs.commit.files import disk_error, ensure_dir, replace_file
 

@@ -11,10 +11,9 @@ from typing import Final
 from fairlead.errors import ConfigError, FairleadError, RunFailedError, RunLockedError
 from fairlead.facts import StopReason
 from fairlead.interfaces import Requeuer
-from fairlead_hpc_signals.deadline import Deadline
+from fairlead_hpc_signals.deadline import Deadline, Question
 from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, planned
 from fairlead_hpc_signals.programs import UnansweredError
-from fairlead_hpc_signals.question import Question
 from fairlead_runs.mailbox import Mailbox
 from fairlead_runs.waiting import ranks_text
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
 from fairlead.hookspecs import hookimpl
-from fairlead_hpc_signals.excluding import exclusion
-from fairlead_hpc_signals.jobs import requeue_command
-from fairlead_hpc_signals.programs import CommandSettings
+from fairlead_hpc_signals.programs import CommandSettings, requeue_command
 from fairlead_hpc_signals.scheduler import why_stopped
 from fairlead_hpc_signals.scheduler_requeue import SchedulerRequeue, SchedulerRequeuer
 from fairlead_runs.programs import ask
 
 if TYPE_CHECKING:
     from fairlead.resolve import Resolution
+
 
 _EXPEDITED: Final = re.compile(r"^#SBATCH\b.*--requeue[= ]expedite", re.MULTILINE)
 _ENDS_WELL: Final = re.compile(r"\bexit 0\b")  # what a script that knows of this has somewhere
@@ -124,3 +123,42 @@ class SLURMRequeuer(SchedulerRequeuer):
 
 build = SLURMRequeuer.build
 slurm = SLURM()
+
+
+Ask = Callable[..., str]
+"""Runs a command, as words, and returns what it prints; RunFailedError: it gave no answer."""
+
+
+def exclusion(job: str, nodes: Sequence[str], ask: Ask) -> tuple[str, ...]:
+    """The command that excludes nodes from a job, besides those that its user has excluded: it replaces them.
+
+    SLURM takes it of a pending job only; a job is that as soon as it is requeued, while its processes are being ended.
+
+    Raises:
+        RunFailedError: The job could not start without them, and would be pending for ever.
+    """
+    shown = ask("scontrol", "show", "job", "-o", job).partition(" UserId=")[2]
+    found = re.findall(r"\s(NumNodes|Partition|ExcNodeList|ReqNodeList)=(\S*)", shown)
+    fields = dict(reversed(found))  # the first of each: a comment, which may say anything, comes last
+    before = fields.get("ExcNodeList", "").replace("(null)", "")
+    partition, needed = fields.get("Partition", ""), re.match(r"\d+", fields.get("NumNodes", ""))
+    named = set(_expanded(fields.get("ReqNodeList", ""), ask)) & set(nodes)
+    there = set(ask("sinfo", "--noheader", f"--partition={partition}", "--Node", "--format=%N").split())
+    left = there - set(nodes) - set(_expanded(before, ask))
+    if named or needed is None or len(left) < int(needed[0]):
+        few = (
+            f"it needs {needed[0] if needed else 'some'} nodes, and the partition {partition} has {len(there)}, of "
+            f"which {len(left)} would be left"
+        )
+        raise RunFailedError(
+            f"the job is not requeued without {', '.join(nodes)}: it could not start",
+            where=f"job {job}",
+            why=f"the job asks for {', '.join(sorted(named))} by name" if named else few,
+            fix="have the nodes repaired, ask for fewer, or submit to another partition",
+        )
+    names = ",".join([*([before] if before else []), *nodes])
+    return ("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
+
+
+def _expanded(names: str, ask: Ask) -> list[str]:
+    return ask("scontrol", "show", "hostnames", names).split() if names not in ("", "(null)") else []

@@ -14,16 +14,15 @@ from fairlead.errors import ConfigError
 from fairlead.facts import StopReason
 from fairlead.interfaces import BuildContext, Requeuer
 from fairlead_hpc_signals.agreement import LocalAgreement, StopAgreement
-from fairlead_hpc_signals.deadline import Deadline
+from fairlead_hpc_signals.deadline import Deadline, Question
 from fairlead_hpc_signals.decision import AgreementError, StopDecision
 from fairlead_hpc_signals.flags import DEFAULT_SIGNALS, SignalFlags
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy
-from fairlead_hpc_signals.question import Question
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, to_stderr
 from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.shutdown import Shutdown
 from fairlead_hpc_signals.switches import SwitchFiles
 from fairlead_hpc_signals.waits import LongestWait
-from fairlead_hpc_signals.watch import StopWatch, to_stderr
+from fairlead_hpc_signals.watch import StopWatch
 from fairlead_hpc_signals.workers import OutliveStops
 from fairlead_runs.guard import Overdue
 

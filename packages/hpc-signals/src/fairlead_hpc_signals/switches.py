@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from fairlead_hpc_signals.outcomes import StopOutcome
+from fairlead_hpc_signals.outcomes import StopOutcome, to_stderr
 from fairlead_runs.switches import SAVE, STOP, Switch, find_switch, take_switch
 
 if TYPE_CHECKING:
@@ -22,13 +21,6 @@ INTERVAL_S: Final = 1.0
 
 
 _SLACK_S: Final = 5.0  # by which the file system's clock may be behind ours
-
-
-class Ask(Protocol):
-    """Asks all ranks to stop: `PreemptionGuard.ask`."""
-
-    def __call__(self, why: str, *, final: bool) -> None:
-        """`final`: no other start is wanted."""
 
 
 class SwitchFiles:
@@ -53,7 +45,7 @@ class SwitchFiles:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, agreement: LocalAgreement | StopAgreement, ask: Ask) -> None:
+    def start(self, agreement: LocalAgreement | StopAgreement, ask: Callable[..., None]) -> None:
         """Looks from now on, on rank 0 of those that agree; stops are asked for by `ask`."""
         if self._thread is not None or agreement.mailbox.rank > 0:
             return
@@ -84,7 +76,7 @@ class SwitchFiles:
 
     # -- the thread
 
-    def _watch(self, save: Callable[[], None], stop: Ask) -> None:
+    def _watch(self, save: Callable[[], None], stop: Callable[..., None]) -> None:
         while not self._closed.is_set():
             self._closed.wait(self._interval_s)
             try:
@@ -93,7 +85,7 @@ class SwitchFiles:
             except RuntimeError:  # the ranks' store has gone: the run ends
                 return
 
-    def _look(self, save: Callable[[], None], stop: Ask) -> bool:
+    def _look(self, save: Callable[[], None], stop: Callable[..., None]) -> bool:
         """Whether a stop was asked for."""
         with suppress(OSError):  # a file system that does not answer now is asked again
             found = find_switch(self._run, STOP)
@@ -119,5 +111,4 @@ class SwitchFiles:
         if self._record is not None:
             self._record("switch", file=switch.path.name, by=switch.by, **({"left": refused} if refused else {}))
         left = f"; {switch.path} cannot be removed ({refused}): remove it yourself" if refused else ""
-        with suppress(OSError, ValueError):  # nobody reads it any more
-            print(f"{switch}: {what}{left}", file=sys.stderr, flush=True)
+        to_stderr(f"{switch}: {what}{left}")

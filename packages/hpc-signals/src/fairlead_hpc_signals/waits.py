@@ -25,31 +25,23 @@ class LongestWait:
         self.phase = ""
         """What most of it was spent in."""
         self._clock = clock
-        self._since = clock()
-        self._phase = "start"
-        self._entered = [(self._since, self._phase)]
+        self._since = self._entered = clock()
+        self._at = "start"
+        self._spent: dict[str, float] = {}
 
     def at(self, phase: str) -> None:
         """The loop is at something else from now on."""
-        if phase != self._phase:
-            self._phase = phase
-            self._entered.append((self._clock(), phase))
+        if phase != self._at:
+            now = self._clock()
+            self._spent[self._at] = self._spent.get(self._at, 0.0) + now - self._entered
+            self._at, self._entered = phase, now
 
     def served(self) -> None:
         """A signal that came before would be acted upon here."""
         now = self._clock()
         if now - self._since > self.seconds:
             self.seconds = now - self._since
-            self.phase = self._longest(now)
-        self._since = now
-        if len(self._entered) > 1:
-            del self._entered[:-1]
-
-    def _longest(self, now: float) -> str:
-        """The phase in which most of the time since the last place was spent."""
-        starts = [(max(at, self._since), phase) for at, phase in self._entered]
-        ends = [*(at for at, _ in starts[1:]), now]
-        spent: dict[str, float] = {}
-        for (start, phase), end in zip(starts, ends, strict=True):
-            spent[phase] = spent.get(phase, 0.0) + end - start
-        return max(spent, key=lambda phase: spent[phase], default="")
+            spent = {**self._spent, self._at: self._spent.get(self._at, 0.0) + now - self._entered}
+            self.phase = max(spent, key=lambda phase: spent[phase])
+        self._since = self._entered = now
+        self._spent.clear()

@@ -21,17 +21,16 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal, NoReturn, Protocol, TypeVar
+from typing import Final, Literal, NoReturn, TypeVar
 
 from fairlead.facts import StopReason
-from fairlead_hpc_signals.deadline import Deadline
-from fairlead_hpc_signals.decision import AgreementError, Requested, StopDecision
+from fairlead_hpc_signals.agreement import LocalAgreement, StopAgreement
+from fairlead_hpc_signals.deadline import Deadline, Question
 from fairlead_hpc_signals.flags import SignalFlags
-from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, planned
-from fairlead_hpc_signals.question import Question
+from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, exit_code_without_requeue, planned, to_stderr
 from fairlead_hpc_signals.shutdown import OUTCOME, claim_requeue, requeued
 from fairlead_runs.guard import Overdue
-from fairlead_runs.mailbox import Mailbox, StoreMailbox
+from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was asked for
@@ -50,43 +49,13 @@ _AT: Final[Mapping[Phase, str]] = {"training": "in its step", "saving": "saving"
 T = TypeVar("T")
 
 
-class Agreement(Protocol):
-    """What the watch needs of the agreement of the ranks."""
-
-    @property
-    def mailbox(self) -> Mailbox:
-        """For what follows a decision."""
-
-    @property
-    def requested(self) -> bool:
-        """Whether any rank was asked to stop, as far as this one knows."""
-
-    @property
-    def requested_by(self) -> Requested | None:
-        """The call on this rank that asked for a stop without a signal."""
-
-    @property
-    def decision(self) -> StopDecision | None:
-        """Where all stop; None before that."""
-
-    @property
-    def failure(self) -> AgreementError | None:
-        """Why the ranks could not agree."""
-
-
-def to_stderr(text: str) -> None:
-    """Tells a person; where that cannot be written, the stop is more important."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
 class StopWatch:
     """The watch of one rank; its thread waits until a stop is asked for, and costs the steps nothing."""
 
     def __init__(
         self,
         flags: SignalFlags,
-        agreement: Agreement,
+        agreement: LocalAgreement | StopAgreement,
         deadline: Deadline,
         question: Question,
         policy: StopPolicy,
@@ -279,13 +248,9 @@ class StopWatch:
     def _final(self) -> str | None:
         """Who asked that the job not start again, as far as this rank knows."""
         requested, decision = self._agreement.requested_by, self._agreement.decision
-        return (
-            decision.final
-            if decision is not None
-            else requested.why
-            if requested is not None and requested.final
-            else None
-        )
+        if decision is not None:
+            return decision.final
+        return requested.why if requested is not None and requested.final else None
 
     def _leave(self, missing: int) -> None:
         """Rank 0 may host the store, without which the others would take this end for a failure: it goes last."""

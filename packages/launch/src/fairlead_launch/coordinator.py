@@ -7,6 +7,8 @@ node when all others have failed of it, and leaves the count of restarts and the
 
 from __future__ import annotations
 
+import contextlib
+import json
 import selectors
 import signal
 import socket
@@ -14,12 +16,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
-from fairlead.errors import ConfigError, RunFailedError
+from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead_launch.restarts import Restarts
 from fairlead_launch.verdict import SAVED
-from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
 
 _TICK_S: Final = 0.1
 _LATE_S: Final = 5.0
@@ -31,8 +32,6 @@ _STOP_S: Final = 45.0
 _LEAVE_S: Final = 5.0
 """The same to hear of the end."""
 _FINAL: Final = (signal.SIGTERM, signal.SIGINT)
-_SETTINGS: Final = {"least": "nodes at least", "most": "nodes at most", "count": "processes a node"}
-"""The settings that all launchers must have alike, and what they are called."""
 
 
 @dataclass(eq=False)
@@ -195,11 +194,9 @@ class Coordinator:
         own = {"least": self._least, "most": self._most, "count": known[0].count if known else message["count"]}
         name = f"node {message['rank']} on {message['host']}"
         refused = None
-        if different := [setting for setting in _SETTINGS if own[setting] != message[setting]]:
-            here, there = (
-                ", ".join(f"{one[setting]} {_SETTINGS[setting]}" for setting in different) for one in (own, message)
-            )
-            refused = f"it asks for {there}, and the others for {here}"
+        if any(own[setting] != message[setting] for setting in own):
+            asks, do = (f"{one['least']} to {one['most']} nodes of {one['count']} processes" for one in (message, own))
+            refused = f"it asks for {asks}, and the others for {do}"
         elif len(known) >= self._most:
             refused = f"{len(known)} nodes are there already: {', '.join(one.name for one in known)}"
         elif self._fixed and (twin := [one for one in known if one.rank == message["rank"]]):
@@ -249,21 +246,21 @@ class Coordinator:
         if self._lost:
             rest = "no other node is left" if self._fixed else f"no other came within {self._start_s:g} s"
             what = f"{', '.join(self._lost)} lost: {rest}"
-            fix = "start it again with a machine in its place; a range, as --nnodes 2:4, continues without a lost node"
         else:
             what = f"{len(known)} of {self._least} nodes came within {self._start_s:g} s"
-            if self._fixed:
-                absent = [str(rank) for rank in range(self._most) if rank not in {node.rank for node in known}]
-                where = f"not heard of: node {', '.join(absent)}" if absent else None
-            fix = "look at the launchers of the others; a slow start needs a longer --start-timeout"
-        why = f"there {'is' if len(known) == 1 else 'are'}: {', '.join(node.name for node in known)}"
-        last = self._last_error
-        if last is not None and last["what"] not in what:
-            why += f"\nbefore that: {last['what']}"
-        return packed(RunFailedError(what, where=where, why=why, fix=fix))
+            absent = [str(rank) for rank in range(self._most) if rank not in {node.rank for node in known}]
+            where = f"not heard of: node {', '.join(absent)}" if self._fixed and absent else None
+        before = f"\nbefore that: {self._last_error['what']}" if self._last_error is not None else ""
+        there = f"there {'is' if len(known) == 1 else 'are'}: {', '.join(node.name for node in known)}"
+        fix = "look at their machines and launchers; a slow start needs a longer --start-timeout, and a range, as "
+        fix += "--nnodes 2:4, continues without a lost node"
+        return packed(RunFailedError(what, where=where, why=f"{there}{before}", fix=fix))
 
     def _start(self, members: Sequence[_Node]) -> None:
-        changed = self._changed(self._last, members) if self._last is not None else None
+        before, changed = self._last, None
+        if before is not None and len(members) != before.size:
+            what = "trainer.batch_policy decides what becomes of the batch"
+            changed = f"{len(members)} node{'s'[: len(members) != 1]}, {before.size} before: {what}"
         for index, node in enumerate(members):
             self._send(
                 [node],
@@ -281,15 +278,6 @@ class Coordinator:
             node.port, node.notified = None, False
         self._last, self._running = _Start(len(members), list(members)), True
         self._starts += 1
-
-    @staticmethod
-    def _changed(before: _Start, members: Sequence[_Node]) -> str | None:
-        new = [node.name for node in members if node not in before.members]
-        parts = [f"{', '.join(new)} came in"] if new else []
-        if len(members) != before.size:
-            what = "trainer.batch_policy decides what becomes of the batch"
-            parts.append(f"{len(members)} node{'s'[: len(members) != 1]}, {before.size} before: {what}")
-        return "; ".join(parts) or None
 
     def _watch(self, this: _Start) -> None:
         """Looks for what the ranks of a start need next."""
@@ -356,3 +344,72 @@ class Coordinator:
     def _send(self, nodes: Sequence[_Node], message: Message) -> None:
         for node in nodes:
             node.line.send(message)
+
+
+ALIVE_S: Final = 1.0
+"""Seconds between two signs of life."""
+SILENT_S: Final = 10.0
+"""After so many seconds without one a machine is lost: a killed launcher is noticed at once, by its connection."""
+_LONGEST: Final = 1 << 17
+"""Bytes of a message; who sends more is no launcher."""
+
+_SAID: Final = ("what", "where", "why", "fix")
+
+Message = dict[str, Any]
+
+
+class Line:
+    """One end of a connection between two launchers.
+
+    Example:
+        >>> a, b = (Line(end) for end in socket.socketpair())
+        >>> a.send({"kind": "alive"})
+        >>> b.receive()
+        [{'kind': 'alive'}]
+        >>> a.close()
+        >>> b.receive() is None
+        True
+        >>> b.close()
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._data = b""
+
+    def send(self, message: Message) -> None:
+        """Sends; nothing where the other end is gone, which `receive` tells."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message] | None:
+        """What has come, after waiting for something; None: the other end is gone, or no launcher."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            return None
+        lines = (self._data + data).split(b"\n")
+        self._data = lines.pop()
+        if not data or len(self._data) > _LONGEST:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return messages if all(isinstance(one, dict) and "kind" in one for one in messages) else None
+
+    def close(self) -> None:
+        """Closes it, for both ends."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+def packed(error: FairleadError) -> Message:
+    """An error as a message."""
+    return {name: getattr(error, name) for name in (*_SAID, "exit_code")}
+
+
+def unpacked(message: Message) -> FairleadError:
+    """The error of a message."""
+    kind = ConfigError if message["exit_code"] == ConfigError.exit_code else RunFailedError
+    return kind(message["what"], **{name: message[name] for name in _SAID[1:]})

@@ -17,14 +17,14 @@ from fairlead.plugins import PluginManager
 from fairlead.threads import choose_threads
 from fairlead_launch.environment import BACKEND, rank_environment
 from fairlead_launch.forkserver import CAN_FORK, ForkServer
-from fairlead_launch.node_commands import launch_on_hosts
+from fairlead_launch.hosts import launch_on_hosts
 from fairlead_launch.outer_launch import OuterLaunch, find_outer_launch
 from fairlead_launch.output import Output
 from fairlead_launch.participant import Members, Participant
 from fairlead_launch.ports import HeldPort
+from fairlead_launch.preloading import head_imports, module_file
 from fairlead_launch.processes import Starter, fork, forkable, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before
-from fairlead_launch.scripts import head_imports, module_file
 from fairlead_launch.settings import LaunchConfig
 from fairlead_launch.supervise import Group, noted_signals
 from fairlead_launch.worker import run_worker

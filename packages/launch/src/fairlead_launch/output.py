@@ -18,11 +18,10 @@ import sys
 import termios
 import threading
 import time
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TextIO, cast
 
 from fairlead_runs.waiting import ranks_text
 
@@ -90,18 +89,8 @@ class _Log:
 class _Line:
     """A line that waits until `until` for the same one of other ranks."""
 
-    text: str
     until: float
     ranks: list[int] = field(default_factory=list)
-
-
-@dataclass
-class _Equal:
-    """The lines of one text that wait, by their numbers from `first` on, and which one each rank prints next."""
-
-    first: int = 0
-    lines: dict[int, _Line] = field(default_factory=dict)
-    next: dict[int, int] = field(default_factory=dict)
 
 
 class Output:
@@ -130,8 +119,11 @@ class Output:
         self._folder = folder
         self._fallback = fallback
         self._settle_at = time.monotonic() + _SETTLE_S
-        self._lines: deque[_Line] = deque()
-        self._equal: dict[str, _Equal] = {}
+        self._lines: dict[tuple[str, int], _Line] = {}
+        """What waits, in the order in which it came: a text, and the how many-th of its kind it is."""
+        self._first: dict[str, int] = {}
+        self._next: dict[tuple[str, int], int] = {}
+        """Of a text that waits, the number of its first line that does, and of the next that a rank will print."""
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -208,7 +200,7 @@ class Output:
     def _copy(self) -> None:
         while True:
             with self._lock:
-                until = min((line.until for line in self._lines), default=self._settle_at)
+                until = min((line.until for line in self._lines.values()), default=self._settle_at)
                 wait = min(60.0, min(until, self._settle_at) - time.monotonic())
                 open_streams = len(self._selector.get_map()) - 1
             if self._closing is not None:
@@ -294,29 +286,24 @@ class Output:
             self._show(2, f"the log of rank {log.rank} cannot be written any more: {error}\n".encode())
 
     def _collect(self, rank: int, text: str) -> None:
-        equal = self._equal.setdefault(text, _Equal())
-        number = max(equal.next.get(rank, 0), equal.first)
-        equal.next[rank] = number + 1
-        if number not in equal.lines:
-            equal.lines[number] = _Line(text, time.monotonic() + _EQUAL_S)
-            self._lines.append(equal.lines[number])
-        equal.lines[number].ranks.append(rank)
+        number = max(self._next.get((text, rank), 0), self._first.setdefault(text, 0))
+        self._next[text, rank] = number + 1
+        self._lines.setdefault((text, number), _Line(time.monotonic() + _EQUAL_S)).ranks.append(rank)
 
     def _flush(self, *, everything: bool = False) -> None:
         """Shows the lines that wait for no rank any more, in the order in which they came."""
         now = time.monotonic()
         shown = []
-        while self._lines:
-            first = self._lines[0]
-            if not everything and len(first.ranks) < len(self._shown) and now < first.until:
+        for (text, number), line in list(self._lines.items()):
+            if not everything and len(line.ranks) < len(self._shown) and now < line.until:
                 break
-            self._lines.popleft()
-            equal = self._equal[first.text]
-            del equal.lines[equal.first]
-            equal.first += 1
-            if not equal.lines:
-                del self._equal[first.text]
-            shown.append(f"[{ranks_text(sorted(first.ranks))}] {first.text}\n")
+            del self._lines[text, number]
+            self._first[text] = number + 1
+            if (text, number + 1) not in self._lines:  # none of its kind waits any more
+                del self._first[text]
+                for rank in self._shown:
+                    self._next.pop((text, rank), None)
+            shown.append(f"[{ranks_text(sorted(line.ranks))}] {text}\n")
         if shown:
             self._show(1, "".join(shown).encode())
 
@@ -334,3 +321,58 @@ class Output:
             with contextlib.suppress(OSError, ValueError):
                 ours.flush()
             self._broken.add(number)
+
+
+class _Kept:
+    """A stream that also writes its lines to a log; a log that cannot be written ends nothing."""
+
+    def __init__(self, stream: Any, log: TextIO, rank: int, number: int) -> None:
+        self._stream = stream
+        self._log: TextIO | None = log
+        self._rank = rank
+        self._number = number
+        self._rest = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Writes to both."""
+        written = self._stream.write(text)
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                self._keep(line)
+        return int(written or len(text))
+
+    def writelines(self, lines: Any) -> None:
+        """Writes to both."""
+        for line in lines:
+            self.write(line)
+
+    def _keep(self, line: str) -> None:
+        if self._log is not None:
+            try:
+                self._log.write(log_line(clean_line(line), self._rank, self._number))
+            except (OSError, ValueError):  # a full disk; what is printed is still where the launcher leaves it
+                self._log = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def copy_output(folder: Path, rank: int) -> None:
+    """From now on keeps a copy of what this process prints to `sys.stdout` and `sys.stderr` in `folder`.
+
+    What native code prints, and who holds an earlier stream, is not seen. Called again it changes nothing.
+    """
+    if isinstance(sys.stdout, _Kept):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        log = (folder / log_name(rank)).open("a", buffering=1, errors="replace")
+    except OSError as error:  # no reason not to train
+        print(f"the output of rank {rank} is not saved: {error}", file=sys.stderr)
+        return
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not None:
+            setattr(sys, name, cast("TextIO", _Kept(stream, log, rank, number)))

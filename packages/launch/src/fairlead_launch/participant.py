@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from fairlead.errors import RunFailedError
-from fairlead_launch.coordinator import Coordinator
+from fairlead_launch.coordinator import ALIVE_S, SILENT_S, Coordinator, Line, Message, packed, unpacked
 from fairlead_launch.ports import DEFAULT_PORT, HeldPort, PortError, bind_listener
 from fairlead_launch.restarts import Restarts, last_step
 from fairlead_launch.supervise import Group
 from fairlead_launch.verdict import OtherNodeError
-from fairlead_launch.wire import ALIVE_S, SILENT_S, Line, Message, packed, unpacked
 
 _TRY_S: Final = 0.2
 _PATIENT_S: Final = 5.0
@@ -194,15 +193,10 @@ class Participant:
             return None
         try:
             return bind_listener((self._port,))
-        except PortError as error:
-            if not fixed:
-                return None
-            raise PortError(
-                f"node 0 cannot have the others come to port {self._port}",
-                where=f"{self._address}:{self._port}",
-                why=error.why,
-                fix=f"end what holds it (`ss -ltnp 'sport = :{self._port}'`), or give all nodes another --main-port",
-            ) from error
+        except PortError:
+            if fixed:
+                raise
+            return None
 
     def _hold_port(self) -> int:
         """Where rank 0 would listen: behind the launchers' own port, for a firewall that lets some through.

@@ -48,7 +48,7 @@ def bind_listener(candidates: Iterable[int] = (0,), host: str = "") -> socket.so
         "no free port among the candidates",
         where=host or "all addresses of this machine",
         why="\n".join(refused) if refused else "there were no candidates",
-        fix="end the process that holds the port (`ss -ltnp` names it), or give other ports (MASTER_PORT=...)",
+        fix="end the process that holds the port (`ss -ltnp` names it), or give another: --main-port, or MASTER_PORT",
     )
 
 

@@ -6,45 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from fairlead.user_code import CodeRoot
 from fairlead.user_code.roots import script_folders
-from fairlead_launch.forkserver import ForkServer
+from fairlead_launch.forkserver import ForkedProcess, ForkServer
 
-
-class Process(Protocol):
-    """What `subprocess.Popen` and a forked process have; each leads a process group of its own."""
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code once it is known; negative: the signal."""
-        ...
-
-    def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit code at its end; `subprocess.TimeoutExpired` after `timeout` seconds."""
-        ...
-
-    def send_signal(self, number: int, /) -> None:
-        """Sends a signal, unless it has ended."""
-        ...
-
-
-class Starter(Protocol):
-    """Starts one rank."""
-
-    def __call__(self, environ: Mapping[str, str], output: tuple[int, int], inherited: Sequence[int]) -> Process:
-        """Starts it with all its variables, its standard output and error, and these file descriptors by number."""
-        ...
+Process = subprocess.Popen[bytes] | ForkedProcess
+"""A process of a rank; each leads a process group of its own."""
+Starter = Callable[[Mapping[str, str], tuple[int, int], Sequence[int]], Process]
+"""Starts a rank with all its variables, its standard output and error, and these file descriptors by number."""
 
 
 def spawn(command: Sequence[str]) -> Starter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final, Literal, Self
 
 from pydantic import (
@@ -18,6 +19,27 @@ from pydantic import (
 from fairlead.config_bases import ConfigModel
 from fairlead_runs.waiting import parse_ranks
 
+COMMAND_INTERVAL_S: Final = 0.1
+"""The `monitor_interval` of the command."""
+OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "nproc_per_node": ("N|auto|gpu", "--nproc", "--nproc-per-node"),
+    "nnodes": ("N|MIN:MAX", "--nnodes"),
+    "node_rank": ("R", "--node-rank"),
+    "master_addr": ("HOST", "--main-address", "--master-addr"),
+    "master_port": ("PORT", "--main-port", "--master-port"),
+    "hosts": ("HOSTS", "--hosts"),
+    "hostfile": ("FILE", "--hostfile"),
+    "ssh": ("COMMAND", "--ssh"),
+    "export": ("NAMES", "--export"),
+    "backend": ("BACKEND", "--backend"),
+    "max_restarts": ("N", "--max-restarts"),
+    "monitor_interval": ("S", "--monitor-interval"),
+    "start_timeout": ("S", "--start-timeout"),
+    "log_dir": ("DIR", "--log-dir"),
+    "start_method": ("fork-server|spawn", "--start-method"),
+    "tail": ("RANKS", "--tail"),
+}
+"""What stands behind an option of `fairlead launch`, and its names, by the field; each also with underscores."""
 _NODES: Final = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 
 
@@ -30,40 +52,41 @@ class LaunchConfig(ConfigModel):
     """
 
     nproc_per_node: PositiveInt | Literal["auto", "gpu"] = "auto"
-    """Processes on each node; `gpu`: one for each GPU, `auto`: the same, and one where there is none."""
+    """Processes per node; gpu: one for each GPU; auto (default): the same, and one where there is none."""
     nnodes: PositiveInt | str = 1
-    """Nodes; `"2:4"`: at least two, at most four."""
+    """Number of nodes (default 1); 2:4: at least two, at most four."""
     node_rank: NonNegativeInt = 0
-    """Which node this is, from 0; where `nnodes` is a range the nodes agree themselves."""
+    """Rank of this node, from 0; where the number of nodes is a range they agree themselves."""
     master_addr: str = "127.0.0.1"
-    """The name or address of the first node."""
+    """Name or address of the first node."""
     master_port: int | None = Field(None, ge=1, le=65535)
-    """The port on which the ranks meet; None: on one node the first that is free from 29500 on, else 29500. Of several
-    nodes the launchers meet there, and the ranks on one behind it."""
+    """Port of the rendezvous (default 29500; on one node the first free port from there). Of several nodes the
+    launchers meet there, and the ranks on one behind it."""
     hosts: str | None = None
-    """The nodes, as `n1,n2` or `n[1-4]`: the launcher of each is started over ssh."""
+    """The nodes, as n1,n2 or n[1-4]: the launcher of each is started from here, over ssh."""
     hostfile: str | None = None
-    """The same from a file, a host a line."""
+    """A file with the nodes, one host per line."""
     ssh: str = "ssh"
-    """The command that reaches a host; it must not ask for a password."""
+    """The command that connects to a host (default ssh); it must not ask for a password."""
     export: str = ""
-    """Variables that the launchers on the hosts get, beside those of known libraries, as `NAME,NAME`."""
+    """Variables that the hosts get too, as NAME,NAME; NCCL_* and the like are passed anyway."""
     backend: str = "auto"
-    """The backend of `fairlead_distributed.init_process_group()` in the script: `nccl`, `gloo`, `auto`."""
+    """Backend for fairlead_distributed.init_process_group() in the script (default auto)."""
     max_restarts: NonNegativeInt = 3
-    """How often all processes are started again after one has failed."""
+    """How often all processes are restarted after a failure (default 3)."""
     monitor_interval: PositiveFloat = 1.0
-    """Seconds between two looks at the processes."""
+    """Seconds between two checks of the processes (default 1; of the command 0.1)."""
     start_timeout: NonNegativeFloat = 600.0
-    """Seconds that processes may take to come to the process group, once the first one waits there."""
+    """Seconds for all processes to join the process group, after the first one (default 600)."""
     log_dir: str | None = None
-    """The folder of the logs, a file for each rank; None: `logs` in the run directory where there is one, else here."""
+    """Folder of the processes' logs, a file for each (default: logs, in the run directory if there is one)."""
     start_method: Literal["fork-server", "spawn"] = "fork-server"
-    """Processes are forked from one that has done the imports at the head of the script, or do theirs each."""
+    """fork-server (default): what is imported at the head of the script is imported once, and forked; spawn: each
+    process imports for itself."""
     tail: str = "all"
-    """The ranks whose lines are shown: `all`, `none`, or as `0,4-7`."""
+    """Ranks whose output is shown: all (default), none, or as 0,4-7."""
     module: bool = False
-    """The script is a module's name, as behind `python -m`."""
+    """SCRIPT is a module, as in `python -m`."""
 
     @field_validator("nnodes")
     @classmethod

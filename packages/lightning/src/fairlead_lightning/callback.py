@@ -32,7 +32,7 @@ from fairlead_lightning.loggers.of_scripts import continue_loggers
 from fairlead_lightning.resume.exact_resume import uncut_loggers
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_lightning.resume.users import owners_of_fit
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard
 

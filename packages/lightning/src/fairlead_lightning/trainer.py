@@ -30,7 +30,7 @@ from fairlead_distributed.run.opening import file_to_evaluate, open_session
 from fairlead_distributed.run.scripts import advice_for_scripts, described_job
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.threads import start_line, use_threads
-from fairlead_launch.kept_output import copy_output
+from fairlead_launch.output import copy_output
 from fairlead_launch.reports import announce_run
 from fairlead_lightning import compat
 from fairlead_lightning.build import trainer_arguments
@@ -50,7 +50,7 @@ from fairlead_lightning.fit_callback import FitCallback
 from fairlead_lightning.metrics.predictions import predict_distributed
 from fairlead_lightning.resume.users import owners_of_fit
 from fairlead_runs import fingerprint
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
 from fairlead_runs.evaluated import weights_to_evaluate

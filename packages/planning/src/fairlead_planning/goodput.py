@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from fairlead.errors import ConfigError
-from fairlead_runs.checkpoint_interval import LEAST_FAILURES, Costs, Measured, duration
-from fairlead_runs.describe import counted
+from fairlead_runs.checkpoint_interval import LEAST_FAILURES, Costs, Measured
+from fairlead_runs.describe import counted, duration
 
 DAY_S: Final = 86_400.0
 _MOST_FAILURES: Final = 60_000

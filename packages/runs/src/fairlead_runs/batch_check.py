@@ -14,10 +14,8 @@ from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead.user_code import CallableInfo, find_callable
 from fairlead_runs import fingerprint
-from fairlead_runs.batch_policy import batch_plan
-from fairlead_runs.batch_size import GlobalBatch, batch_of_job, for_each_rank, lr_setting
+from fairlead_runs.batch_size import GlobalBatch, batch_of_job, batch_plan, data_ranks, for_each_rank, lr_setting
 from fairlead_runs.commit import newest_complete
-from fairlead_runs.data_ranks import data_ranks
 from fairlead_runs.naming import run_directory
 from fairlead_runs.ownership import same_run, stored_fingerprint
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from fairlead.config import ClassSpec, JobConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.facts import Setting
 from fairlead.resolution import Resolution
-from fairlead_runs.data_ranks import data_ranks
+from fairlead_runs.describe import counted
 
 LrRule = Literal["linear", "sqrt", "none"]
 """How a learning rate follows the global batch: in proportion, with its square root, or not at all."""
@@ -239,3 +239,105 @@ def _with(arguments: Mapping[str, Any], names: list[str], value: int) -> dict[st
     """A copy with another value at a place that is there."""
     first, *rest = names
     return {**arguments, first: _with(arguments[first], rest, value) if rest else value}
+
+
+DATA_RANKS: Final = "data_parallel_ranks"
+"""The setting that says how many batches the ranks of a custom loop take at a time, by its model; None: not known."""
+
+
+def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> int:
+    """How many batches of each rank make one optimizer step, by `trainer.batch_policy`.
+
+    `previous` is the metadata of the checkpoint that the run resumes from. Global batch = batch of a rank x ranks
+    x accumulate_grad_batches, where ranks that share a batch count once. `ConfigError`: the number of ranks changed and
+    nothing says what to keep, or the old global batch cannot be made of whole batches of the new ranks. With
+    `batch_size: global` nothing needs to be kept: each start divides the same global batch.
+    """
+    requested = resolution.trainer.accumulate_grad_batches
+    if previous is None or previous.get("world_size") is None:
+        return requested
+    by_model = resolution.settings.get(DATA_RANKS)
+    old_world, new_world = replicas_in(previous)[0], by_model.value if by_model is not None else data_ranks(resolution)
+    if new_world is None:
+        return requested
+    split = (old_world, new_world) != (int(previous["world_size"]), resolution.world_size)
+    ranks = "replicas of the model" if split else "ranks"
+    # Not what the config asks for: the start before may have kept the global batch of one before it.
+    old = old_world * int(previous.get("accumulate_grad_batches", requested))
+    policy = resolution.trainer.batch_policy
+    if old == new_world * requested or policy == "keep_per_device" or resolution.trainer.batch_size == "global":
+        return requested
+    if policy is None:
+        raise ConfigError(
+            f"the run was trained with {old_world} {ranks} and would resume with {new_world}",
+            where="trainer.batch_policy",
+            why=f"the global batch would change from {old} to {new_world * requested} batches of one rank",
+            fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",
+        )
+    if old % new_world:
+        below = max(n for n in range(1, new_world) if old % n == 0)
+        above = next((n for n in range(new_world + 1, old + 1) if old % n == 0), None)
+        sizes = f"{below} or {above} ranks" if above else counted(below, "rank")
+        raise ConfigError(
+            f"{new_world} ranks cannot share a global batch of {old} x the batch of one rank",
+            where="trainer.batch_policy",
+            why=f"{old} / {new_world} is not a whole number",
+            fix=f"start {sizes}, or set batch_policy: keep_per_device",
+        )
+    return old // new_world
+
+
+@runtime_checkable
+class SharesBatches(Protocol):
+    """The config of a strategy in which several ranks may work on one batch.
+
+    Example:
+        >>> class Pairs:
+        ...     def data_parallel_ranks(self, world_size):
+        ...         return world_size // 2
+        >>> isinstance(Pairs(), SharesBatches)
+        True
+    """
+
+    def data_parallel_ranks(self, world_size: int) -> int:
+        """How many batches the ranks take at a time; a ConfigError where so many ranks cannot be laid out."""
+
+
+@runtime_checkable
+class LaidOut(Protocol):
+    """What such a strategy has at run time, as `layout`."""
+
+    @property
+    def data_parallel(self) -> int:
+        """How many batches the ranks take at a time: one each replica."""
+
+    @property
+    def neighbours(self) -> int:
+        """How many consecutive ranks share a batch; with stages of a pipeline, others far away do too."""
+
+    def data_rank(self, rank: int) -> int:
+        """Which replica a rank belongs to."""
+
+
+def data_ranks(resolution: Resolution) -> int:
+    """How many batches the ranks of a run take at a time.
+
+    Raises:
+        ConfigError: So many ranks cannot be laid out as the strategy asks.
+    """
+    strategy: Any = resolution.strategy
+    if isinstance(strategy, SharesBatches):
+        return strategy.data_parallel_ranks(resolution.world_size)
+    return resolution.world_size
+
+
+def replicas_in(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a checkpoint with a `world_size`: the replicas, and the consecutive ranks that shared a batch of each."""
+    replicas = metadata.get("replicas")
+    return (int(replicas[0]), int(replicas[1])) if replicas else (int(metadata["world_size"]), 1)
+
+
+def replicas_of(strategy: object, world_size: int) -> tuple[int, int]:
+    """The same of a strategy that runs."""
+    layout = getattr(strategy, "layout", None)
+    return (layout.data_parallel, layout.neighbours) if isinstance(layout, LaidOut) else (world_size, 1)

@@ -7,7 +7,6 @@ estimate of the optimum checkpoint interval for restart dumps").  All times are 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from fairlead.errors import FairleadError
 from fairlead.findings import Finding
-from fairlead_runs.fingerprints import Fingerprint
+from fairlead_runs.describe import duration
 from fairlead_runs.goodput import Goodput, event_time, goodput, timed_events
-from fairlead_runs.pace import trainer_settings
-from fairlead_runs.states import FINGERPRINT_FILE, HISTORY_FILE
 
 LEAST_FAILURES: Final = 2
 """Failures that a run must have had: of fewer nobody can tell how often they come."""
@@ -50,7 +46,7 @@ class Costs:
 
         Example:
             >>> round(Costs(save_s=10, failure_s=10_000, restart_s=300).best_interval())
-            440
+            441
         """
         if self.save_s >= 2 * self.failure_s:
             return self.failure_s
@@ -146,31 +142,7 @@ def measured_costs(run: Path, went: Goodput | None = None) -> tuple[Costs, float
     return costs, found.interval_s
 
 
-def earlier_finding(run: Path) -> Finding | None:
-    """The same of the newest earlier run of this job, for a first start; None: there is none that has failed twice.
-
-    Earlier runs lie beside it, as `--resume never` makes them (`name`, `name-2`, ...), have its fingerprint and save as
-    seldom as it does.
-    """
-    base = re.sub(r"-\d+$", "", run.name)
-    names = re.compile(rf"{re.escape(base)}(-\d+)?")
-    beside = [one for one in run.parent.iterdir() if names.fullmatch(one.name) and (one / HISTORY_FILE).is_file()]
-    own = _identity(run)
-    for one in sorted(beside, key=lambda path: (path / HISTORY_FILE).stat().st_mtime, reverse=True):
-        if one.name != run.name and own is not None and _identity(one) == own:
-            return interval_finding(one, who=f"{one.name}, an earlier run of this job,")
-    return None
-
-
-def _identity(run: Path) -> tuple[str, Any] | None:
-    """The digest of a run's settings and when it saves, which is none of them; None: they cannot be read."""
-    try:
-        return Fingerprint.load(run / FINGERPRINT_FILE).digest, trainer_settings(run).get("checkpoint")
-    except FairleadError:
-        return None  # it is somebody else's, and no reason not to start
-
-
-def interval_finding(run: Path, went: Goodput | None = None, who: str = "the run") -> Finding | None:
+def interval_finding(run: Path, went: Goodput | None = None) -> Finding | None:
     """That a run saves far too seldom or too often for its failures; None: it does not, or that is not known."""
     measured = measured_costs(run, went)
     if measured is None:
@@ -184,7 +156,7 @@ def interval_finding(run: Path, went: Goodput | None = None, who: str = "the run
     return Finding(
         "warning",
         "checkpoint-interval",
-        f"{who} saves every {duration(interval)}, and {duration(best)} would cost less: "
+        f"the run saves every {duration(interval)}, and {duration(best)} would cost less: "
         f"{then:.1%} of the time would count, in place of {now:.1%}",
         why=f"it has failed every {duration(costs.failure_s)}, a save takes {duration(costs.save_s)} of the training, "
         f"and {duration(costs.restart_s)} pass until it goes on; so {'lost work' if seldom else 'saving'} costs most",
@@ -192,16 +164,3 @@ def interval_finding(run: Path, went: Goodput | None = None, who: str = "the run
         if best >= 45
         else "save after fewer steps (trainer.checkpoint.every_n_steps)",
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the largest unit of which they are two or more.
-
-    Example:
-        >>> duration(0.02), duration(90), duration(600)
-        ('20 ms', '90 s', '10 min')
-    """
-    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1000:.3g} ms"

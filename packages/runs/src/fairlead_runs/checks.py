@@ -22,7 +22,7 @@ loaders = CheckPlugin(
     },
 )
 device = CheckPlugin(
-    "fairlead_runs.device_check:check_device",
+    "fairlead_runs.device_models:check_device",
     codes={
         "device-unknown": "`resources.device` is no device that is known.",
         "device-not-driven": "`resources.device` is known, and Fairlead has no accelerator for it.",

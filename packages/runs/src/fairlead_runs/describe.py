@@ -45,3 +45,16 @@ def counted(n: int, noun: str) -> str:
 def shown_path(path: Path, cwd: Path) -> str:
     """A path as a reader knows it: from the working directory where it lies there."""
     return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit of which they are two or more.
+
+    Example:
+        >>> duration(0.02), duration(90), duration(600)
+        ('20 ms', '90 s', '10 min')
+    """
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1000:.3g} ms"

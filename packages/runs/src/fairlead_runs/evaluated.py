@@ -8,7 +8,7 @@ from pathlib import Path
 from fairlead.errors import CheckpointError
 from fairlead_runs.commit import best_or_newest, list_checkpoints, named_checkpoint
 from fairlead_runs.describe import shown_path
-from fairlead_runs.remote.urls import is_url
+from fairlead_runs.remote.store import is_url
 
 
 @dataclass(frozen=True)

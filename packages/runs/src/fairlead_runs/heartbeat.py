@@ -1,8 +1,8 @@
 """Heartbeats: per node one file with a fixed record per local rank, so that ranks never wait for each other.
 
 A record is one line of 128 bytes at offset `128 * local_rank`: rank, step, phase, time, turn, start, host, place,
-padding, crc32; those after the time may be missing.  One `pwrite` without fsync writes it, at most once a second,
-and a thread the last one a second later, so that the record of a rank that stands still is exact and says where.
+padding, crc32.  One `pwrite` without fsync writes it, at most once a second, and a thread the last one a second later,
+so that the record of a rank that stands still is exact and says where.
 """
 
 from __future__ import annotations
@@ -206,9 +206,7 @@ def _parse(record: bytes, node: int, local_rank: int) -> Beat | None:
     body, check = record[:-_CHECK_BYTES], record[-_CHECK_BYTES:]
     if len(record) != RECORD_BYTES or check != b" %08x\n" % zlib.crc32(body):
         return None
-    words = body.decode("ascii").split()
-    rank, step, phase, when = words[:4]
-    turn, start, host, place = [*words[4:], *("0", "0", "-", "-")[len(words) - 4 :]]
+    rank, step, phase, when, turn, start, host, place = body.decode("ascii").split()
     return Beat(
         int(rank), node, local_rank, phase, int(step), float(when), int(turn), int(start), _named(host), _named(place)
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fairlead.config import JobConfig
 from fairlead.facts import Setting
@@ -15,7 +13,6 @@ from fairlead.findings import CheckResult, Finding
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead.threads import choose_threads
-from fairlead.user_code import CallableInfo, find_callable
 
 _PER_DEVICE: Final = 4
 _A_FEW: Final = 4
@@ -32,10 +29,16 @@ class Loading:
 
 
 def check_loaders(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path) -> CheckResult:
-    """The check `check.loaders`: what the job's arguments and the text of its data class say; nothing is imported."""
+    """The check `check.loaders`: what the job's arguments say; the start looks at the loaders themselves."""
     assert loaded.job is not None
-    found = [one for loading in _read(loaded) for one in loader_findings(loading, resolution, loaded.job)]
-    return CheckResult(tuple(dict.fromkeys(found)))
+    section, spec = ("data", loaded.job.data) if loaded.job.data is not None else ("model", loaded.job.model)
+    workers, pinned = spec.args.get("num_workers"), spec.args.get("pin_memory")
+    loading = Loading(
+        workers if isinstance(workers, int) else None,
+        pinned if isinstance(pinned, bool) else None,
+        f"{section}.args",
+    )
+    return CheckResult(tuple(loader_findings(loading, resolution, loaded.job)))
 
 
 def loader_findings(loading: Loading, resolution: Resolution, job: JobConfig | None = None) -> Iterator[Finding]:
@@ -92,72 +95,3 @@ def _cpus(resolution: Resolution, ranks: int, job: JobConfig | None) -> Setting 
         return choose_threads("auto", {}, ranks, job=resolution.job)
     given = job.resources.cpus_per_device if job is not None and job.resources is not None else None
     return Setting(given, "resources.cpus_per_device") if given is not None else None
-
-
-def _read(loaded: LoadedJob) -> Iterator[Loading]:
-    """Each loader of the training that the text of the data's class makes, else what the job's arguments say."""
-    assert loaded.job is not None
-    section, spec = ("data", loaded.job.data) if loaded.job.data is not None else ("model", loaded.job.model)
-    found = find_callable(spec.class_, loaded.root)
-    node = _definition(found) if isinstance(found, CallableInfo) else None
-    read = False
-    if isinstance(found, CallableInfo) and node is not None:
-        for call in _loader_calls(node):
-            read = True
-            given = {keyword.arg: keyword.value for keyword in call.keywords}
-            values = {name: _value(given, name, default, found, spec.args) for name, default in _DEFAULTS.items()}
-            in_job = "num_workers" in spec.args
-            place = f"{section}.args.num_workers" if in_job else f"{found.file}:{call.lineno}"
-            yield Loading(**values, where=place)
-    if not read and isinstance(workers := spec.args.get("num_workers"), int):
-        pinned = spec.args.get("pin_memory")
-        yield Loading(workers, pinned if isinstance(pinned, bool) else None, f"{section}.args.num_workers")
-
-
-_DEFAULTS: Final[Mapping[str, Any]] = {"num_workers": 0, "pin_memory": False}
-"""Of torch's DataLoader."""
-
-
-def _definition(found: CallableInfo) -> ast.AST | None:
-    """The class, as its file has it."""
-    if found.file is None:
-        return None
-    with suppress(OSError, SyntaxError, ValueError, RecursionError):  # then another check has said so
-        for node in ast.walk(ast.parse(found.file.read_bytes())):
-            if isinstance(node, ast.ClassDef) and node.lineno == found.line:
-                return node
-    return None
-
-
-def _loader_calls(node: ast.AST) -> list[ast.Call]:
-    """The loaders that the training's method makes, else all that the class makes."""
-    methods = [one for one in ast.walk(node) if isinstance(one, ast.FunctionDef) and one.name == "train_dataloader"]
-    for place in (*methods, node):
-        calls = [one for one in ast.walk(place) if isinstance(one, ast.Call) and _name(one.func).endswith("DataLoader")]
-        if calls:
-            return calls
-    return []
-
-
-def _name(node: ast.expr) -> str:
-    """`workers` of `workers`, `self.workers`, `self.hparams.workers` and `self.hparams["workers"]`."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return str(node.slice.value)
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _value(
-    given: Mapping[str | None, ast.expr], name: str, default: Any, found: CallableInfo, args: Mapping[str, Any]
-) -> Any:
-    """What a call gives for a keyword: itself, or what the class was made with under that name; None: not known."""
-    if name not in given:
-        return None if None in given else default  # `**options` may have it
-    node, value = given[name], None
-    if isinstance(node, ast.Constant):
-        value = node.value
-    elif (parameter := _name(node)) and parameter in args:
-        value = args[parameter]
-    elif found.signature is not None and parameter in found.signature.parameters:
-        with suppress(ValueError, SyntaxError, TypeError):
-            value = ast.literal_eval(found.signature.parameters[parameter].default)
-    return value if type(value) is type(default) else None

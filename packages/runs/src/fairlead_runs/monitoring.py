@@ -7,14 +7,11 @@ import re
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from fairlead.errors import RunDirectoryError
-from fairlead_runs.commit import atomic_write
 from fairlead_runs.goodput import goodput
 from fairlead_runs.heartbeat import Beat, read_heartbeats
 from fairlead_runs.history import read_history
@@ -41,7 +38,7 @@ class Metric:
     Attributes:
         name: With dots, as `fairlead.run.steps`.
         unit: In UCUM, as `s`, `By`; `{step}` of what is counted.
-        kind: A counter never falls, over all starts of a run.
+        kind: A counter never falls while a start runs.
         text: What it is.
     """
 
@@ -65,11 +62,9 @@ class Metric:
 ACTIVE: Final = Metric("fairlead.run.active", "", "gauge", "1 while the run trains, 0 when this start has ended")
 STEP: Final = Metric("fairlead.run.step", "{step}", "gauge", "Optimizer steps that are done; a resume may go back")
 EPOCH: Final = Metric("fairlead.run.epoch", "{epoch}", "gauge", "The epoch, from 0")
-RUN_STEPS: Final = Metric(
-    "fairlead.run.steps", "{step}", "counter", "Optimizer steps of all starts, repeated ones included"
-)
+RUN_STEPS: Final = Metric("fairlead.run.steps", "{step}", "counter", "Optimizer steps of this start; each begins at 0")
 SAMPLES: Final = Metric(
-    "fairlead.run.samples", "{sample}", "counter", "Samples of all starts and ranks, repeated ones included"
+    "fairlead.run.samples", "{sample}", "counter", "Samples of this start, over all ranks; each begins at 0"
 )
 STEP_RATE: Final = Metric(
     "fairlead.run.throughput.steps", "{step}/s", "gauge", "Steps a second, with all that lies between two steps"
@@ -131,26 +126,16 @@ class Reading:
 
 
 class RunMetrics:
-    """Reads the metrics of a run that trains; any thread of rank 0 may ask.
+    """Reads the metrics of a run that trains; any thread of rank 0 may ask."""
 
-    What is counted over all starts is in `<by>-run.json` of the run directory before anybody is told of it: a counter
-    does not fall when a run resumes from a checkpoint before its last step.
-
-    Raises:
-        RunDirectoryError: That file is damaged.
-    """
-
-    def __init__(self, run_dir: Path, by: str) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._path = run_dir
-        self._file = run_dir / f"{by}-run.json"
         self._lock = threading.Lock()
         self._size = -1
         self._events: list[dict[str, Any]] = []
         self._shares: list[Reading] = []
         self._times_due = float("-inf")
         self._logged: dict[str, float] = {}
-        self._known = self._stored()
-        self._warned = False
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Takes what is logged: numbers, or tensors with one element; the rest is left out."""
@@ -196,13 +181,12 @@ class RunMetrics:
         step, batch = max(steps, default=first), here.get("batch", {}).get("samples")
         yield Reading(STEP, step, {})
         yield Reading(EPOCH, self._logged.get("epoch", float(here["training"].get("epoch", 0))), {})
-        counted = self._count(start, step - first, batch or 0)
-        yield Reading(RUN_STEPS, counted["steps"], {})
+        yield Reading(RUN_STEPS, step - first, {})
         rate = speed(events, beats)
         if rate is not None:
             yield Reading(STEP_RATE, rate, {})
         if batch is not None:
-            yield Reading(SAMPLES, counted["samples"], {})
+            yield Reading(SAMPLES, (step - first) * batch, {})
             if rate is not None:
                 yield Reading(SAMPLE_RATE, rate * batch, {})
         if steps:
@@ -223,55 +207,12 @@ class RunMetrics:
             self._shares.append(Reading(GOODPUT, share, {}))
         return self._shares
 
-    def _count(self, start: int, steps: int, batch: int) -> Mapping[str, int]:
-        known, before = self._known, self._known["before"]
-        if known["start"] != start:
-            recorded = self._recorded(start)
-            before = {name: max(known["counted"][name], recorded[name]) for name in recorded}
-        counted = {"steps": before["steps"] + steps, "samples": before["samples"] + steps * batch}
-        if counted != known["counted"] or known["start"] != start:
-            self._known = {"start": start, "before": before, "counted": counted}
-            try:
-                atomic_write(self._file, (json.dumps(self._known) + "\n").encode(), error=RunDirectoryError)
-            except RunDirectoryError as error:
-                if not self._warned:
-                    self._warned = True
-                    warnings.warn(f"the counters of a next start may fall: {error.block()}", stacklevel=2)
-        return counted
-
-    def _recorded(self, start: int) -> dict[str, int]:
-        """What earlier starts have trained, as the run directory shows it: nobody may have asked before a kill."""
-        batches = {one.get("start"): int(one["samples"]) for one in self._events if one["event"] == "batch"}
-        steps = {
-            one.number: one.last_step - one.first_step
-            for one in goodput(self._path).starts
-            if one.number < start and one.last_step is not None and one.first_step is not None
-        }
-        samples = sum(count * batches.get(number, 0) for number, count in steps.items())
-        return {"steps": sum(steps.values()), "samples": samples}
-
     def _refresh(self) -> None:
         """Reads the history if it has grown."""
         file = self._path / "history.jsonl"
         size = file.stat().st_size if file.exists() else 0
         if size != self._size:
             self._size, self._events = size, read_history(file)
-
-    def _stored(self) -> dict[str, Any]:
-        nothing = {"steps": 0, "samples": 0}
-        try:
-            known: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
-            found = {name: {key: int(known[name][key]) for key in nothing} for name in ("before", "counted")}
-            return {"start": int(known["start"]), **found}
-        except FileNotFoundError:
-            return {"start": 0, "before": nothing, "counted": nothing}
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunDirectoryError(
-                f"{self._file.name} is damaged",
-                where=str(self._file),
-                why=f"{type(error).__name__}: {error}",
-                fix="delete it: the run's counters in the monitoring begin anew",
-            ) from error
 
 
 def _memory() -> Iterator[Reading]:

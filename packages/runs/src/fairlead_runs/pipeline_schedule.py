@@ -71,7 +71,7 @@ def choose_micro_batches(schedule: Schedule, rows: int, ranks: int, requested: i
     with which the bubble is below a fifth.
 
     Example:
-        >>> choose_micro_batches("1f1b", 32, ranks=2), choose_micro_batches("1f1b", 6, ranks=2, asked=4)
+        >>> choose_micro_batches("1f1b", 32, ranks=2), choose_micro_batches("1f1b", 6, ranks=2, requested=4)
         (8, 3)
     """
     most = min(rows, 4 * ranks if requested is None else requested)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead_runs.commit import atomic_write
+from fairlead_runs.describe import duration
 from fairlead_runs.goodput import COMMUNICATION, Goodput, StartTimes, goodput, timed_events
 from fairlead_runs.states import PLAN_FILE
 
@@ -191,7 +192,7 @@ def shown(value: float, unit: str) -> str:
         ('250 ms', '16 GiB', '93.0%')
     """
     if unit == "s":
-        return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
+        return duration(value)
     if unit == "bytes":
         return f"{value / 2**30:.4g} GiB"
     return f"{value:.1%}" if unit == "share" else f"{value:,.4g} a second"

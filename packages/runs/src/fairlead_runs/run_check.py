@@ -14,11 +14,11 @@ from fairlead.findings import CheckResult, Finding
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_runs import Fingerprint, fingerprint
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.commit import named_checkpoint, newest_complete, read_lock
 from fairlead_runs.naming import run_directory
 from fairlead_runs.ownership import finished_event, require_same, same_run, stored_fingerprint
-from fairlead_runs.remote.urls import is_url, split_checkpoint_url
+from fairlead_runs.remote.store import is_url, split_checkpoint_url
 from fairlead_runs.switches import STOP, find_switch
 
 

@@ -13,7 +13,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 from fairlead.plugins import PluginManager
 from fairlead_runs.history import read_history
 from fairlead_runs.states import RunState
-from fairlead_runs.submitted import newest
+from fairlead_runs.submitted import read_submission
 
 TIMEOUT_S: Final = 5.0
 """Seconds that a scheduler may take to answer."""
@@ -72,11 +72,9 @@ def job_of_run(run: Path) -> RunJob | None:
     """The scheduler's job that last started this run, or was submitted since; None: it was started by hand."""
     starts = [event for event in read_history(run / "history.jsonl") if event["event"] == "start"]
     last = starts[-1] if starts else {}
-    sent = newest(run)
-    if sent is not None and (
-        not last or datetime.fromisoformat(sent["submitted"]) > datetime.fromisoformat(last["time"])
-    ):
-        return RunJob(f"{sent['to']}:{sent['id']}")
+    sent = read_submission(run)
+    if sent is not None and (not last or datetime.fromisoformat(sent.submitted) > datetime.fromisoformat(last["time"])):
+        return RunJob(f"{sent.to}:{sent.id}")
     return RunJob(str(last["job"]), last.get("chain")) if last.get("job") else None
 
 

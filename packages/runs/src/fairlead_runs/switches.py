@@ -48,14 +48,11 @@ def find_switch(run: Path, name: str) -> Switch | None:
 
 
 def take_switch(switch: Switch) -> str | None:
-    """Takes the file away, so that it asks once: removed, else renamed; why neither could be, or None."""
+    """Removes the file, so that it asks once; why it could not be, or None."""
     try:
         switch.path.unlink(missing_ok=True)
-    except OSError:  # a folder of that name, or a file system where it may only be renamed
-        try:
-            switch.path.rename(switch.path.with_name(f"{switch.path.name}.done-{switch.identity[1]}"))
-        except OSError as error:
-            return error.strerror or str(error)
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 

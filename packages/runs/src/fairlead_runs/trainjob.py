@@ -107,10 +107,7 @@ class TrainJobStatus:
         self._problem: str | None = None
         self._reported = False
         self._due = float("-inf")
-        self._wake = threading.Event()
-        self._ending = False
-        self._thread = threading.Thread(target=self._report, name="fairlead-trainjob", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def due(self) -> bool:
         """Whether it is time for another report; costs a look at the clock."""
@@ -134,9 +131,8 @@ class TrainJobStatus:
                 status["estimatedRemainingSeconds"] = min(_INT32, math.ceil(left))
         shown = list(metrics.items())[:_MOST_METRICS]
         status["metrics"] = [{"name": name, "value": str(value)} for name, value in shown if name and str(value)]
-        with self._lock:
-            self._newest = self._last = status
-        self._wake.set()
+        self._last = status
+        self._send(status)
 
     def problem(self) -> str | None:
         """Why the last report did not arrive, once."""
@@ -146,32 +142,35 @@ class TrainJobStatus:
         return self._problem
 
     def close(self, *, finished: bool) -> None:
-        """Ends the reports; a finished run waits, for some seconds at most, until the last of them has arrived."""
-        with self._lock:
-            if finished:
-                self._newest = {**self._last, "progressPercentage": 100, "estimatedRemainingSeconds": 0}
-            else:
-                self._newest = None  # a run that is told to stop has better things to do with its time
-            self._ending = True
-        self._wake.set()
+        """Ends the reports; a finished run waits, for some seconds at most, until the last of them has arrived.
+
+        One that is told to stop has better things to do with its time.
+        """
         if finished and self._problem is None:
-            self._thread.join(2 * _TIMEOUT_S)
+            self._send({**self._last, "progressPercentage": 100, "estimatedRemainingSeconds": 0})
+            if (thread := self._thread) is not None:
+                thread.join(2 * _TIMEOUT_S)
+
+    def _send(self, status: dict[str, Any]) -> None:
+        with self._lock:
+            self._newest = status
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._report, name="fairlead-trainjob", daemon=True)
+                self._thread.start()
 
     def _report(self) -> None:
         while True:
-            self._wake.wait()
-            self._wake.clear()
             with self._lock:
-                status, self._newest, ending = self._newest, None, self._ending
-            if status is not None:
-                now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-                try:
-                    self._server.post({**status, "lastUpdatedTime": now})
-                    self._problem = None
-                except (OSError, ValueError, http.client.HTTPException) as error:
-                    self._problem = redact_text(f"{type(error).__name__}: {error}")
-            if ending:
-                return
+                status, self._newest = self._newest, None
+                if status is None:
+                    self._thread = None
+                    return
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            try:
+                self._server.post({**status, "lastUpdatedTime": now})
+                self._problem = None
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                self._problem = redact_text(f"{type(error).__name__}: {error}")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

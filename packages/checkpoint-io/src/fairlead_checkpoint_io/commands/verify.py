@@ -19,10 +19,10 @@ from fairlead_checkpoint_io.commands.sources import checkpoints_folder, existing
 from fairlead_checkpoint_io.files.formats import names_in
 from fairlead_runs.commit import list_checkpoints, read_latest, read_manifest
 from fairlead_runs.commit.checkpoints import NAME, readable_checkpoints
-from fairlead_runs.commit.hashing import FileHash, new_hasher
+from fairlead_runs.commit.files import FileHash, new_hasher
 from fairlead_runs.commit.manifest import MANIFEST, file_problem
 from fairlead_runs.remote import RemoteCheckpoint, Store
-from fairlead_runs.remote.listing import changed
+from fairlead_runs.remote.checkpoints import changed
 
 
 @dataclass

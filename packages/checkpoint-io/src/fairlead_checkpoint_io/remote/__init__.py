@@ -15,8 +15,7 @@ from fairlead.hookspecs import hookimpl
 from fairlead.open_union import OpenUnion
 from fairlead.resolve import Resolution
 from fairlead_checkpoint_io.torch_file import FilePlugin, TorchCheckpointIOConfig
-from fairlead_runs.remote.store import missing_library
-from fairlead_runs.remote.urls import check_options, check_url
+from fairlead_runs.remote.store import check_options, check_url, missing_library
 
 __all__ = ["Remote", "RemoteCheckpointIOConfig", "remote"]
 
@@ -40,9 +39,6 @@ class RemoteCheckpointIOConfig(CheckpointIOConfigBase):
     """MiB of each part of a large file. Host memory: twice this for each file that is being uploaded."""
     parallel_files: int = Field(default=4, ge=1)
     """Files uploaded or downloaded at a time."""
-    check: Literal["checksum", "size"] = "checksum"
-    """What is compared after each file. `checksum`: the store's own; if it does not cover the content (S3 with
-    encryption by KMS) the file is read back. `size`: its size only."""
     stop_wait_s: float = Field(default=20.0, ge=0, strict=False)
     """Seconds after the signal for which a stop waits for the last upload; after that the run relies on the local copy,
     and reports it. Set it to less than the time between the signal and the kill."""

@@ -169,7 +169,6 @@ class Mirror:
             checkpoint.path,
             self._store,
             threads=self._config.parallel_files,
-            check=self._config.check,
             before_commit=self._before_commit,
         )
         self._event(

@@ -15,7 +15,7 @@ from fairlead.errors import FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_runs import Fingerprint
 from fairlead_runs.commit import newest_complete
 from fairlead_runs.remote import RemoteCheckpoint, Store, list_checkpoints, list_run
-from fairlead_runs.remote.downloading import newest_sound
+from fairlead_runs.remote.checkpoints import newest_sound
 
 _GIB: Final = 1 << 30
 _OWNER: Final = "owner.json"

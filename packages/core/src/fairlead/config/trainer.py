@@ -60,8 +60,6 @@ class CheckpointConfig(ConfigModel):
     """How many of the best checkpoints by `monitor` are kept besides."""
     keep_every_n_steps: PositiveInt | None = None
     """Checkpoints at multiples of N steps are kept forever."""
-    keep_every_n_minutes: PositiveFloat | None = None
-    """The first checkpoint of each N minutes is kept forever."""
     save_weights_only: Annotated[
         bool,
         NotExact(

@@ -24,11 +24,11 @@ from fairlead_diagnostics.run_report.charts import (
     timeline_chart,
 )
 from fairlead_diagnostics.run_report.content import RunContent
-from fairlead_runs.commands.facts import in_words
 from fairlead_runs.commands.runs import differing_settings
+from fairlead_runs.commands.texts import in_words
+from fairlead_runs.describe import duration
 from fairlead_runs.goodput import LOST, OTHER, QUEUE, START_UP, StartTimes
 from fairlead_runs.predicted import Comparison, shown
-from fairlead_runs.step_findings import milliseconds
 from fairlead_runs.step_times import STEP_PARTS, RankTimes
 
 MEANINGS: Final = {
@@ -146,7 +146,7 @@ def _numbers(run: RunContent, measured: Sequence[RankTimes]) -> Iterator[tuple[s
     means = [one.mean_s for one in measured if one.mean_s]
     if means:
         mean = statistics.median(means)
-        yield "a step", milliseconds(mean)
+        yield "a step", duration(mean)
         waits = statistics.median(one.shares.get("data", 0.0) for one in measured if one.mean_s)
         yield "data wait", f"{waits:.1%}"
     memory = max((one.facts.get("device_memory") or one.facts.get("host_memory", 0.0) for one in measured), default=0.0)
@@ -202,7 +202,7 @@ def _ranks(ranks: Sequence[RankTimes]) -> dict[str, Any] | None:
     parts = [part for part in (*STEP_PARTS, "communication") if any(one.shares.get(part) for one in shown)]
     rows = []
     for one in shown:
-        cells = [milliseconds(one.mean_s or 0.0), *map(milliseconds, (one.own_s or 0.0, one.sd_s, one.max_s))]
+        cells = [duration(one.mean_s or 0.0), *map(duration, (one.own_s or 0.0, one.sd_s, one.max_s))]
         cells += [f"{one.shares.get(part, 0.0):.1%}" for part in parts]
         rows.append((f"{one.rank} ({one.host})", cells))
     of = "rank" if shown is known else f"the {len(shown)} slowest of {len(known)} ranks"
@@ -215,8 +215,8 @@ def _spread(ranks: Sequence[RankTimes]) -> str:
         return ""
     own = sorted(one.own_s or 0.0 for one in known)
     middle = statistics.median(own)
-    text = f"Own work of a rank in a step, without its waiting for others: median {milliseconds(middle)}, "
-    text += f"from {milliseconds(own[0])} to {milliseconds(own[-1])}."
+    text = f"Own work of a rank in a step, without its waiting for others: median {duration(middle)}, "
+    text += f"from {duration(own[0])} to {duration(own[-1])}."
     nodes: dict[str, list[float]] = {}
     for one in known:
         nodes.setdefault(one.host, []).append(one.own_s or 0.0)
@@ -274,7 +274,7 @@ def _compared(runs: Sequence[RunContent]) -> dict[str, Any]:
                     str(run.run.step),
                     str(run.run.best) if run.run.best is not None else "-",
                     f"{share:.1%}" if share is not None else "-",
-                    milliseconds(step) if step is not None else "-",
+                    duration(step) if step is not None else "-",
                     str(run.goodput.starts[-1].world_size or "-") if run.goodput.starts else "-",
                     str(run.run.starts),
                 ],

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from fairlead_distributed.run.session import RunSession
 from fairlead_runs.guard import StopGuard
-from fairlead_runs.unserved import UNSERVED
+from fairlead_runs.pace import UNSERVED
 
 _SHORT_S: Final = 5.0
 """Seconds that a signal may wait for a boundary before that is recorded, and shown by `fairlead status`."""

@@ -25,7 +25,7 @@ from fairlead_distributed.run.registry import MODEL, OPTIMIZERS, OTHERS, OWN, La
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import Checkpoint, write_file
-from fairlead_runs.commit.hashing import hash_file
+from fairlead_runs.commit.files import hash_file
 from fairlead_runs.commit.manifest import file_problem
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from fairlead_distributed.run.proof import RankProof, owners_of
 from fairlead_distributed.run.scripts import advice_for_scripts, as_seen, described_job
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.run.store_copies import store_copies
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard, build_guard

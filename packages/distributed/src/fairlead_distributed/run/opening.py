@@ -31,9 +31,9 @@ from fairlead_distributed.run.resume_source import (
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_launch.reports import leave_to_rank_0
 from fairlead_runs import RunDirectory, collect_provenance, fingerprint
-from fairlead_runs.batch_policy import batch_plan
+from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.chain import CHAIN
-from fairlead_runs.checkpoint_interval import earlier_finding, interval_finding
+from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import LockOwner, named_checkpoint, newest_complete
 from fairlead_runs.handoff import HANDOFF, Handoff
@@ -253,8 +253,7 @@ def _open(
     if directory.code.changed:
         what = f"the code changed since the last start: {directory.code.summary}"
         messages.append(str(Finding("warning", "code-changed", what)))
-    interval = (interval_finding if directory.continued else earlier_finding)(directory.path)
-    if interval is not None:
+    if directory.continued and (interval := interval_finding(directory.path)) is not None:
         messages.append(str(interval))
     handoff = Handoff(str(directory.path), start, resumed_from, _request(run, path), weights=begins)
     return _session(handoff, job, directory=directory, messages=tuple(messages))

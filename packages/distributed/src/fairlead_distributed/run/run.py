@@ -37,7 +37,7 @@ from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.run.step_facts import measure_steps
-from fairlead_runs.batch_policy import DATA_RANKS
+from fairlead_runs.batch_size import DATA_RANKS
 from fairlead_runs.guard import StopGuard
 
 T = TypeVar("T")

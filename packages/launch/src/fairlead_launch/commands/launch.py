@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError
+from fairlead_launch.hosts import node_commands
 from fairlead_launch.launcher import DistributedLauncher
-from fairlead_launch.node_commands import node_commands
 from fairlead_launch.prove.script import prove_script
-from fairlead_launch.settings import LaunchConfig
+from fairlead_launch.settings import COMMAND_INTERVAL_S, OPTIONS, LaunchConfig
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,34 +36,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """The launcher's own options, with the names that other launchers have for them."""
-    add = parser.add_argument
-    add("--nproc", "--nproc-per-node", "--nproc_per_node", dest="nproc_per_node", metavar="N|auto|gpu", default="auto",
-        help="processes per node (default auto: one per GPU, or one)")  # fmt: skip
-    add("--nnodes", metavar="N|MIN:MAX", default="1", help="number of nodes (default 1)")
-    add("--node-rank", "--node_rank", metavar="R", type=int, default=0, help="rank of this node, from 0")
-    add("--main-address", "--master-addr", "--master_addr", dest="master_addr", metavar="HOST", default="127.0.0.1",
-        help="name or address of the first node")  # fmt: skip
-    add("--main-port", "--master-port", "--master_port", dest="master_port", metavar="PORT", type=int,
-        help="port of the rendezvous (default 29500; on one node the first free port from there)")  # fmt: skip
-    add("--hosts", metavar="HOSTS",
-        help="the nodes, as n1,n2 or n[1-4]: start the launcher of each from here, over ssh")  # fmt: skip
-    add("--hostfile", metavar="FILE", help="a file with the nodes, one host per line")
-    add("--ssh", metavar="COMMAND", default="ssh", help="the command that connects to a host (default ssh)")
-    add("--export", metavar="NAMES", default="",
-        help="pass these variables to the hosts too, as NAME,NAME; NCCL_* and the like are passed anyway")  # fmt: skip
-    add("--print-commands", "--print_commands", action="store_true", help="print the command of each node, and exit")
-    add("--backend", default="auto", help="backend for fairlead_distributed.init_process_group() (default auto)")
-    add("--max-restarts", "--max_restarts", metavar="N", type=int, default=3,
-        help="how often to restart all processes after a failure (default 3)")  # fmt: skip
-    add("--monitor-interval", "--monitor_interval", metavar="S", type=float, default=0.1,
-        help="seconds between two checks of the processes (default 0.1)")  # fmt: skip
-    add("--start-timeout", "--start_timeout", metavar="S", type=float, default=600.0,
-        help="seconds for all processes to join the process group, after the first one (default 600)")  # fmt: skip
-    add("--log-dir", "--log_dir", metavar="DIR",
-        help="folder of the processes' logs (default: logs, in the run directory if there is one)")  # fmt: skip
-    add("--start-method", "--start_method", choices=("fork-server", "spawn"), default="fork-server",
-        help="fork-server (default): import once and fork; spawn: each process imports for itself")  # fmt: skip
-    add("--tail", metavar="RANKS", default="all", help="ranks whose output is shown: all (default), none, or as 0,4-7")
+    for field, (metavar, *names) in OPTIONS.items():
+        spelled = [name for dashed in names for name in (dashed, f"--{dashed[2:].replace('-', '_')}")]
+        text = str(LaunchConfig.model_fields[field].description)
+        help_text = f"{text[0].lower()}{text[1:].rstrip('.')}".replace("%", "%%")
+        parser.add_argument(
+            *dict.fromkeys(spelled), dest=field, metavar=metavar, default=argparse.SUPPRESS, help=help_text
+        )
+    parser.add_argument(
+        "--print-commands", "--print_commands", action="store_true", help="print the command of each node, and exit"
+    )
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
@@ -106,11 +88,8 @@ def _take_options_behind(arguments: argparse.Namespace) -> None:
 def config_of(arguments: argparse.Namespace) -> LaunchConfig:
     """The config that these arguments ask for; a `ConfigError` names the wrong ones."""
     given = {name: value for name, value in vars(arguments).items() if name in LaunchConfig.model_fields}
-    for name in ("nproc_per_node", "nnodes"):
-        if str(given[name]).isdecimal():
-            given[name] = int(given[name])
     try:
-        return LaunchConfig(**given)
+        return LaunchConfig.model_validate({"monitor_interval": COMMAND_INTERVAL_S, **given}, strict=False)
     except ValidationError as error:
         wrong = {str((*one["loc"], "")[0]): one["msg"].removeprefix("Value error, ") for one in error.errors()}
         raise ConfigError(

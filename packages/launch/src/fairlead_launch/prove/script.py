@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
-from fairlead_launch.node_commands import option_words
+from fairlead_launch.hosts import option_words
 from fairlead_launch.outer_launch import find_outer_launch
 from fairlead_launch.prove.course import Proof
 from fairlead_launch.prove.plan import Plan

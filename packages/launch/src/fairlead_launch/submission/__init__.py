@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fairlead_launch.submission.batch import Raw, option, render_template, words
 from fairlead_launch.submission.interface import JobState, NotAnsweredError, Phase, Request, Submitter
-from fairlead_launch.submission.records import Record, read_submission
 from fairlead_launch.submission.submission import Submission, submit
-from fairlead_launch.submission.templates import Raw, option, render_template, words
+from fairlead_runs.submitted import Record, read_submission
 
 __all__ = [
     "JobState",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field
 
 from fairlead.config_bases import ConfigModel, SubmitterConfigBase
-from fairlead.errors import RunFailedError
+from fairlead.errors import ConfigError, RunFailedError
 from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter
-from fairlead_launch.submission.templates import Raw, option, render_template, words
 from fairlead_runs.programs import Attempt, ask, attempt, find
 
 TIMEOUT_S: Final = 60.0
@@ -179,3 +179,78 @@ class BatchSubmitter(Submitter):
             "options": [option(name, value) for name, value in chosen.items()],
         }
         return render_template(template, {**common, **values}, own=self.config.template, cwd=request.cwd)
+
+
+class Raw(str):
+    """Text that goes into a script as it is: shell that is meant to be shell."""
+
+    __slots__ = ()
+
+
+def words(values: Iterable[object]) -> Raw:
+    """A command line, each of its words quoted."""
+    return Raw(shlex.join(str(value) for value in values))
+
+
+def option(name: str, value: object = True) -> Raw:
+    """One option of a scheduler's line: `--nodes=2`, `--exclusive` where it is true, `-q 'my queue'` with one dash.
+
+    Raises:
+        ConfigError: A line break, which would end the line and begin one of the value's own.
+    """
+    dashed = name if name.startswith("-") else f"--{name}"
+    if value is True and dashed.isprintable():
+        return Raw(dashed)
+    text = str(value)
+    if any(ord(char) < 32 for char in f"{name}{text}") or not dashed.isprintable() or " " in dashed:
+        raise ConfigError(
+            f"the value of {name!r} has a line break, or another character that no option of a script can hold",
+            where="submit",
+            why=repr(text),
+            fix="write it on one line",
+        )
+    return Raw(f"{dashed}{'=' if dashed.startswith('--') else ' '}{shlex.quote(text)}")
+
+
+def render_template(name: str, values: Mapping[str, Any], *, own: str | None = None, cwd: Path | None = None) -> str:
+    """A template of this package, or the user's `own`, with these values.
+
+    `{{ x }}` is quoted for the shell, unless it is `Raw`; a list is a list of words. A template writes `{{ x | raw }}`
+    for what is shell already.
+
+    Raises:
+        ConfigError: The user's template is not there, is no template, or asks for what there is not.
+    """
+    import jinja2  # a plugin is loaded without it
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        finalize=_quoted,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(raw=Raw, words=words)
+    path = Path(__file__).with_name("templates") / name if own is None else (cwd or Path.cwd()) / own
+    try:
+        return environment.from_string(path.read_text(encoding="utf-8")).render(values)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the template cannot be read", where=f"submit.template: {path}", why=str(error)) from error
+    except jinja2.TemplateError as error:
+        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise ConfigError(
+            "the template cannot be filled",
+            where=f"submit.template: {path}",
+            why=f"{line}{error.message}",
+            fix=f"it may use: {', '.join(sorted(values))}",
+        ) from error
+
+
+def _quoted(value: object) -> object:
+    from jinja2 import Undefined
+
+    if isinstance(value, Raw | Undefined):
+        return value
+    if isinstance(value, list | tuple):
+        return words(value)
+    return shlex.quote(str(value))

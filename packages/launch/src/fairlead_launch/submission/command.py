@@ -13,8 +13,8 @@ from fairlead.errors import ConfigError
 from fairlead.findings import Finding, errors_in
 from fairlead_launch.submission.local import run_here
 from fairlead_launch.submission.plan import Plan, make_plan
-from fairlead_launch.submission.records import Record
 from fairlead_runs.describe import shown_path
+from fairlead_runs.submitted import Record
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

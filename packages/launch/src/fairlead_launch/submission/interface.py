@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
+from fairlead.config import TrainerConfig
 from fairlead.config_bases import SubmitterConfigBase
 from fairlead.errors import RunFailedError
 from fairlead.interfaces import BuildContext
+from fairlead.open_union import parse_backend
+from fairlead.plugins import PluginManager
+from fairlead.resolve import resolve
 
 
 class NotAnsweredError(RunFailedError):
@@ -173,3 +178,14 @@ class Submitter(ABC):
     def logs_command(self, job: str) -> Sequence[str]:
         """The command that prints a job's output where there is no such file; empty: there is none."""
         return ()
+
+
+def build_submitter(submit: Mapping[str, Any], environ: Mapping[str, str], plugins: PluginManager) -> Submitter:
+    """The submitter of a job's `submit`."""
+    config = parse_backend("submitter", dict(submit), plugins, context={"plugins": plugins}, tag="to")
+    # A context has a resolution; which devices there are here is of no interest.
+    fields = {"accelerator": "cpu"} if "cpu" in plugins.names("accelerator") else {}
+    trainer = TrainerConfig.model_validate(fields, context={"plugins": plugins})
+    context = BuildContext(resolve(trainer, environ=environ, plugins=plugins), environ, plugins)
+    made: Submitter = pkgutil.resolve_name(str(plugins.of(config).runtime))(config, context)
+    return made

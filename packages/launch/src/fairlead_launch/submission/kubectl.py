@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from fairlead import yaml
 from fairlead.errors import FairleadError
 from fairlead_launch.submission.interface import JobState, NotAnsweredError, Request, Submitter, of_all
-from fairlead_launch.submission.manifests import Member, members, object_name, selector, text_of
-from fairlead_launch.submission.pods import PodSubmitterConfig
+from fairlead_launch.submission.pods import Member, PodSubmitterConfig, members, object_name, selector
 from fairlead_runs.programs import Attempt, attempt, find
 
 FILE: Final = "manifests.yaml"
@@ -39,7 +39,7 @@ class KubectlSubmitter(Submitter):
     def render(self, request: Request) -> Mapping[str, str]:
         """One file with all objects."""
         runs = members(self.config, request)
-        return {FILE: text_of(one for member in runs for one in self.objects(request, member))}
+        return {FILE: "---\n".join(yaml.dump(one) for member in runs for one in self.objects(request, member))}
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
         """`kubectl create`; of what is refused in part nothing is left."""

@@ -8,8 +8,14 @@ from typing import Any, ClassVar, Final, Literal
 from fairlead.plugin_classes import SubmitterPlugin
 from fairlead_launch.submission.interface import JobState, Request
 from fairlead_launch.submission.kubectl import KubectlSubmitter, state_by
-from fairlead_launch.submission.manifests import Member, config_map, indexed_job, pod_template, time_limit
-from fairlead_launch.submission.pods import PodSubmitterConfig
+from fairlead_launch.submission.pods import (
+    Member,
+    PodSubmitterConfig,
+    config_map,
+    indexed_job,
+    pod_template,
+    time_limit,
+)
 
 
 class KubeflowSubmitterConfig(PodSubmitterConfig):

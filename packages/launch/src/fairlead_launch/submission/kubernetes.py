@@ -8,15 +8,15 @@ from typing import Any, ClassVar, Literal
 from fairlead.plugin_classes import SubmitterPlugin
 from fairlead_launch.submission.interface import JobState, Request
 from fairlead_launch.submission.kubectl import KubectlSubmitter, state_by
-from fairlead_launch.submission.manifests import (
+from fairlead_launch.submission.pods import (
     PORT,
     Member,
+    PodSubmitterConfig,
     config_map,
     indexed_job,
     pod_template,
     time_limit,
 )
-from fairlead_launch.submission.pods import PodSubmitterConfig
 
 
 class KubernetesSubmitterConfig(PodSubmitterConfig):

@@ -14,8 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,15 +26,13 @@ from fairlead.findings import Finding, errors_in
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_launch.forkserver import SERVER_FD
-from fairlead_launch.submission.plan import home_of, job_of, load, text_of_job
-from fairlead_launch.submission.records import Record, next_number, writing
-from fairlead_launch.submission.requests import frozen
-from fairlead_launch.submission.sweep import members
+from fairlead_launch.submission.plan import home_of, job_of, load, text_of_job, writing
+from fairlead_launch.submission.requests import frozen, members
 from fairlead_launch.supervise import noted_signals
 from fairlead_runs.describe import counted, shown_path
 from fairlead_runs.exit_codes import ExitCode
 from fairlead_runs.naming import render_name
-from fairlead_runs.submitted import LOCAL, SUBMISSIONS
+from fairlead_runs.submitted import LOCAL, SUBMISSIONS, Record, next_number
 
 _POLL_S: Final = 0.05
 _GRACE_S: Final = 10.0
@@ -46,6 +43,7 @@ _STATES: Final[Mapping[int, str]] = {
 }
 _SHOWN: Final = 20
 """Failed trials that are listed at the end."""
+_FINAL: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
@@ -66,29 +64,23 @@ class Trial:
         """`finished` (before), `done`, `stopped`, `failed`, or `not started`."""
         if self.finished:
             return "finished"
-        if self.code is None:
-            return "not started"
-        return _STATES.get(self.code, "failed")
+        return "not started" if self.code is None else _STATES.get(self.code, "failed")
 
-    def name(self) -> str:
-        """The run's name and what is special in it, on one line."""
+    def __str__(self) -> str:
         return f"{self.run.name}  {' '.join(self.settings)}"
 
     def why_failed(self) -> str:
-        """The last error that its log shows, in a line."""
+        """The last error that its log shows, in a line, with the exception that caused it."""
         ended = f"ended by {signal.Signals(-self.code).name}" if self.code and self.code < 0 else f"exit {self.code}"
-        log_text = f"\n{self.log.read_text(encoding='utf-8', errors='replace')}"
-        what, _, rest = log_text.rpartition("\nerror: ")[2].partition("\n")
-        if "\nerror: " not in log_text:
-            return ended
-        # The last line of a traceback, which names the exception.
-        why = rest.partition("  why:   ")[2].partition("\n  do: ")[0].strip().splitlines()
-        return f"{ended}: {what}" + (f": {why[-1].strip()}" if why else "")
+        text = f"\n{self.log.read_text(encoding='utf-8', errors='replace')}"
+        _, error, block = text.rpartition("\nerror: ")
+        why = block.partition("  why:   ")[2].partition("\n  do: ")[0].strip().splitlines()[-1:]
+        return ": ".join([ended, block.partition("\n")[0], *map(str.strip, why)]) if error else ended
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All trials of a sweep, how many run at once, and the variables of each slot at which one runs."""
+    """All trials of a sweep, and the variables of each slot at which one runs."""
 
     home: Path
     folder: Path
@@ -103,20 +95,15 @@ def run_here(arguments: argparse.Namespace, session: Session) -> int:
             fix = f"leave --{option} or --local out"
             raise ConfigError(f"--{option} is for a scheduler", where=f"--{option}", fix=fix)
     if not arguments.sweep:
-        raise ConfigError(
-            "--local is for a sweep",
-            where="--local",
-            fix="add --sweep PATH=VALUES; a single job runs here by `fairlead fit`",
-        )
+        fix = "add --sweep PATH=VALUES; a single job runs here by `fairlead fit`"
+        raise ConfigError("--local is for a sweep", where="--local", fix=fix)
     made = _planned(arguments, session)
-    findings = made if isinstance(made, list) else []
-    for finding in findings:
-        session.warn(str(finding))
     if isinstance(made, list):
+        for finding in made:
+            session.warn(str(finding))
         if arguments.json:
-            session.print_json({"trials": [], "findings": [finding.as_dict() for finding in findings]})
-        count = len(errors_in(findings))
-        session.warn(f"{' '.join(arguments.job)}: not started ({counted(count, 'error')})")
+            session.print_json({"trials": [], "findings": [finding.as_dict() for finding in made]})
+        session.warn(f"{' '.join(arguments.job)}: not started ({counted(len(errors_in(made)), 'error')})")
         return 2
     say = session.warn if arguments.json else session.print
     before = sum(trial.finished for trial in made.trials)
@@ -124,7 +111,7 @@ def run_here(arguments: argparse.Namespace, session: Session) -> int:
     say(f"sweep     {counted(len(made.trials), 'trial')}, {len(made.slots)} at once{skipped}")
     if arguments.dry_run:
         for trial in made.trials:
-            say(f"{'finished' if trial.finished else 'would run':<10}{trial.name()}")
+            say(f"{'finished' if trial.finished else 'would run':<10}{trial}")
         return 0
     code = 0
     if before < len(made.trials):
@@ -140,8 +127,7 @@ def run_here(arguments: argparse.Namespace, session: Session) -> int:
 
 def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Finding]:
     """What is to be run; the findings, where one of them is an error."""
-    grid = members(arguments.sweep)
-    cwd = session.cwd.absolute()
+    grid, cwd = members(arguments.sweep), session.cwd.absolute()
     loads = [load(arguments.job, [*arguments.overrides, *one], session.plugins, cwd, session.environ) for one in grid]
     invalid = [finding for loaded in loads for finding in loaded.findings if loaded.job is None]
     if invalid:
@@ -157,21 +143,14 @@ def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Fi
     folder = home / SUBMISSIONS / str(next_number(home))
     trials = []
     for index, (loaded, name, one, settings) in enumerate(zip(loads, names, checked, grid, strict=True)):
-        data = frozen(loaded, [str(one) for one in loaded.root.folders], cwd, name)
-        trials.append(
-            Trial(
-                Path(data["run"]["dir"], name),
-                settings,
-                text_of_job(data),
-                any(finding.code == "run-finished" for finding in one.findings),
-                folder / "members" / f"{index}.yaml",
-                folder / "logs" / f"{index}.log",
-            )
-        )
+        data = frozen(loaded, [str(code) for code in loaded.root.folders], cwd, name)
+        finished = any(finding.code == "run-finished" for finding in one.findings)
+        file, log = folder / "members" / f"{index}.yaml", folder / "logs" / f"{index}.log"
+        trials.append(Trial(Path(data["run"]["dir"], name), settings, text_of_job(data), finished, file, log))
     resolution = checked[0].resolution
     assert resolution is not None
-    slots = _slots(resolution, arguments.max_parallel, sum(not t.finished for t in trials), session.environ)
-    return Sweep(home, folder, trials, slots)
+    left = sum(not trial.finished for trial in trials)
+    return Sweep(home, folder, trials, _slots(resolution, arguments.max_parallel, left, session.environ))
 
 
 def _names(loads: Sequence[LoadedJob], cwd: Path) -> tuple[Path, list[str]]:
@@ -212,11 +191,10 @@ def _slots(
     each = max(1, resolution.devices)
     count = max(1, min(requested or max(1, gpus // each), max(1, left)))
     threads = resolution.settings.get("threads")
-    divided = count > 1 and threads is not None and threads.reason not in ("trainer.threads", "OMP_NUM_THREADS")
     found: list[Mapping[str, str]] = []
     for slot in range(count):
         own: dict[str, str] = {}
-        if divided and threads is not None:
+        if count > 1 and threads is not None and threads.reason not in ("trainer.threads", "OMP_NUM_THREADS"):
             own["OMP_NUM_THREADS"] = str(max(1, int(threads.value) // count))
         if gpus and resolution.device_indices is None:
             variable = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
@@ -229,18 +207,16 @@ def _slots(
 
 def _write(sweep: Sweep, session: Session) -> None:
     """The job file of each trial, and the record by which `fairlead runs` finds them."""
-    runs = tuple(str(trial.run) for trial in sweep.trials)
     record = Record(
         to=LOCAL,
         id=str(os.getpid()),
         job=str(os.getpid()),
         index=0,
         run=str(sweep.home),
-        runs=runs,
+        runs=tuple(str(trial.run) for trial in sweep.trials),
         folder=str(sweep.folder),
         output=str(sweep.folder / "logs" / "*.log"),
         submitted=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        submit={},
         cwd=str(session.cwd.absolute()),
     )
     with writing(sweep.folder):
@@ -254,14 +230,13 @@ def _write(sweep: Sweep, session: Session) -> None:
 class _Running:
     """Starts trials as slots become free, and ends them all when it is asked to stop."""
 
-    def __init__(self, sweep: Sweep, session: Session, say: Any) -> None:
-        self._session, self._say = session, say
-        self._waiting = deque(trial for trial in sweep.trials if not trial.finished)
+    def __init__(self, sweep: Sweep, session: Session, say: Callable[[str], object]) -> None:
+        self._sweep, self._session, self._say = sweep, session, say
+        self._waiting = [trial for trial in reversed(sweep.trials) if not trial.finished]
         self._free = list(reversed(sweep.slots))
         self._running: dict[subprocess.Popen[bytes], tuple[Trial, Mapping[str, str], float]] = {}
         self._stop: int | None = None
-        self._kill_at: float | None = None
-        self._ended: list[Trial] = []
+        self._kill_at = float("inf")
 
     def until_all_ended(self) -> int:
         """Returns when no trial runs and none is to be started."""
@@ -272,23 +247,22 @@ class _Running:
                 while self._waiting and self._free and self._stop is None:
                     self._start()
                 self._look()
-                if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                if time.monotonic() >= self._kill_at:
                     self._kill()
                 time.sleep(_POLL_S)
-            if received and self._stop is None:
-                self._stop = received[0]
-        codes = [trial.code for trial in self._ended]
-        if any(trial.state == "failed" for trial in self._ended):
+            self._stop = self._stop or next(iter(received), None)
+        states = {trial.state for trial in self._sweep.trials}
+        if "failed" in states:
             return 1
-        stopped = [trial.code for trial in self._ended if trial.state == "stopped"]
-        if ExitCode.AGAIN in stopped or (self._stop is not None and self._stop not in (signal.SIGINT, signal.SIGTERM)):
+        codes = {trial.code for trial in self._sweep.trials}
+        if ExitCode.AGAIN in codes or self._stop not in (None, *_FINAL):
             return ExitCode.AGAIN
-        if self._stop is not None and (stopped or self._waiting):
+        if self._stop is not None and ("stopped" in states or self._waiting):
             return 128 + self._stop
-        return next((code for code in codes if code), 0)
+        return max(code or 0 for code in codes)
 
     def _start(self) -> None:
-        trial, slot = self._waiting.popleft(), self._free.pop()
+        trial, slot = self._waiting.pop(), self._free.pop()
         environ = {**{n: v for n, v in self._session.environ.items() if n != SERVER_FD}, **slot}
         # -P: the working directory is no place for code unless the rules for user code say so.
         command = [sys.executable, "-P", "-m", "fairlead", "fit", str(trial.file)]
@@ -303,16 +277,15 @@ class _Running:
                 process_group=0,  # Ctrl-C reaches this process alone, which passes it on once
             )
         self._running[process] = (trial, slot, time.monotonic())
-        self._say(f"start     {trial.name()}")
+        self._say(f"start     {trial}")
 
     def _look(self) -> None:
         for process in [process for process in self._running if process.poll() is not None]:
             trial, slot, began = self._running.pop(process)
             trial.code, trial.seconds = process.returncode, time.monotonic() - began
             self._free.append(slot)
-            self._ended.append(trial)
             how = f"  {trial.why_failed()}" if trial.state == "failed" else ""
-            self._say(f"{trial.state:<10}{trial.name()}  in {trial.seconds:.0f} s{how}")
+            self._say(f"{trial.state:<10}{trial}  in {trial.seconds:.0f} s{how}")
 
     def _pass_on(self, signum: int) -> None:
         if signum == self._stop == signal.SIGINT:
@@ -320,10 +293,9 @@ class _Running:
         if self._stop is None:
             advice = "; again to stop them now" if signum == signal.SIGINT else ""
             left = f"; {len(self._waiting)} are not started" if self._waiting else ""
-            name, running = signal.Signals(signum).name, len(self._running)
-            stop = f"{counted(running, 'trial')} stop{'s' if running == 1 else ''} after a save"
-            self._say(f"{name}: {stop}{left}{advice}")
-        if self._stop not in (signal.SIGINT, signal.SIGTERM):
+            stop = f"{counted(len(self._running), 'trial')} stop{'s' if len(self._running) == 1 else ''} after a save"
+            self._say(f"{signal.Signals(signum).name}: {stop}{left}{advice}")
+        if self._stop not in _FINAL:
             self._stop = signum
         for process in self._running:
             process.send_signal(signum)
@@ -353,10 +325,10 @@ def _closing(sweep: Sweep, cwd: Path) -> Iterator[str]:
     states = [trial.state for trial in sweep.trials]
     done = sum(state in ("done", "finished") for state in states)
     rest = [f"{states.count(state)} {state}" for state in ("failed", "stopped", "not started") if state in states]
-    yield f"sweep     {done} of {len(states)} done{''.join(f', {text}' for text in rest)}"
+    yield f"sweep     {', '.join([f'{done} of {len(states)} done', *rest])}"
     failed = [trial for trial in sweep.trials if trial.state == "failed"]
     for trial in failed[:_SHOWN]:
-        yield f"failed    {trial.name()}  {trial.why_failed()}"
+        yield f"failed    {trial}  {trial.why_failed()}"
         yield f"          log: {shown_path(trial.log, cwd)}"
     if len(failed) > _SHOWN:
         yield f"          and {len(failed) - _SHOWN} more: {shown_path(sweep.folder / 'logs', cwd)}"

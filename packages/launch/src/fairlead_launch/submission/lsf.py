@@ -10,14 +10,13 @@ from typing import Final, Literal
 
 from fairlead.errors import ConfigError
 from fairlead.plugin_classes import SubmitterPlugin
-from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig
+from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig, Raw, words
 from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
-from fairlead_launch.submission.templates import Raw, words
 from fairlead_runs.exit_codes import ExitCode
 
 
 class LSFSubmitterConfig(BatchSubmitterConfig):
-    """A batch job of LSF, whose ranks `blaunch` or `jsrun` starts. Tried with stand-ins of LSF's commands only.
+    """A batch job of LSF, whose ranks `blaunch` starts. Tried with stand-ins of LSF's commands only.
 
     Example:
         >>> LSFSubmitterConfig(time="24:00:00", partition="gpu").name
@@ -27,8 +26,6 @@ class LSFSubmitterConfig(BatchSubmitterConfig):
     name: Literal["lsf"] = "lsf"
     requeue: bool = True
     """Whether LSF may requeue the job."""
-    launcher: Literal["blaunch", "jsrun"] = "blaunch"
-    """What starts the ranks: `jsrun` on IBM's Power systems, `blaunch` elsewhere."""
 
 
 class LSF(SubmitterPlugin):
@@ -38,19 +35,13 @@ class LSF(SubmitterPlugin):
     runtime = "fairlead_launch.submission.lsf:build"
 
 
-_PHASES: Final[Mapping[str, Phase]] = {
-    "PEND": "queued",
-    "PSUSP": "queued",
-    "WAIT": "queued",
-    "RUN": "running",
-    "USUSP": "running",
-    "SSUSP": "running",
-    "UNKWN": "running",
-    "PROV": "running",
-    "DONE": "finished",
-    "EXIT": "failed",
-    "ZOMBI": "failed",
+_STATES: Final[Mapping[Phase, str]] = {
+    "queued": "PEND PSUSP WAIT",
+    "running": "RUN USUSP SSUSP UNKWN PROV",
+    "finished": "DONE",
+    "failed": "EXIT ZOMBI",
 }
+_PHASES: Final = {state: phase for phase, states in _STATES.items() for state in states.split()}
 
 
 class LSFSubmitter(BatchSubmitter):
@@ -88,8 +79,7 @@ class LSFSubmitter(BatchSubmitter):
             "lsf.sh.j2",
             request,
             own,
-            launcher=self._launcher(request),
-            command=Raw(f"{words([*self.inside(request), *request.command, 'fit'])} {self.job_file(request)}"),
+            command=Raw(f"blaunch {words([*self.inside(request), *request.command, 'fit'])} {self.job_file(request)}"),
             threads=None if request.gpus else request.cpus_per_device,
         )
         return {"job.lsf": script}
@@ -131,20 +121,10 @@ class LSFSubmitter(BatchSubmitter):
         return f"{request.name}[{indices}]{percent}{parallel}"
 
     def _slots(self, request: Request) -> dict[str, object]:
-        if self.config.launcher == "jsrun":
-            return {"-nnodes": request.nodes}
         cores = f" affinity[core({request.cpus_per_device})]" if request.cpus_per_device else ""
         memory = f" rusage[mem={math.ceil(request.host_memory_gib)}GB]" if request.host_memory_gib else ""
         gpus = {"-gpu": f"num={request.devices_per_node}"} if request.gpus and self.config.gpus != "none" else {}
         return {"-n": request.world_size, "-R": f"span[ptile={request.devices_per_node}]{cores}{memory}", **gpus}
-
-    def _launcher(self, request: Request) -> Raw:
-        if self.config.launcher == "blaunch":
-            return Raw("blaunch")
-        sets = ["jsrun", "--nrs", request.world_size, "--rs_per_host", request.devices_per_node, "--tasks_per_rs", 1]
-        sets += ["--gpu_per_rs", 1] if request.gpus and self.config.gpus != "none" else []
-        sets += ["--cpu_per_rs", request.cpus_per_device] if request.cpus_per_device else []
-        return words(sets)
 
 
 build = LSFSubmitter.build

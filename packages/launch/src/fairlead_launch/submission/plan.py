@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fairlead import yaml
 from fairlead.checks import CheckedJob, check_job
 from fairlead.config import JobConfig
 from fairlead.config_bases import SubmitterConfigBase
-from fairlead.errors import ConfigError
+from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.findings import Finding, errors_in
 from fairlead.interpolation import escape
 from fairlead.jobs import LoadedJob, load_config, load_job
@@ -22,26 +23,35 @@ from fairlead.own_checks import check_user_code
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead_launch.submission.batch import BatchSubmitterConfig
-from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter
-from fairlead_launch.submission.records import Record, build_submitter, next_number, read_submission, writing
+from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter, build_submitter
 from fairlead_launch.submission.requests import (
     array_indices,
     command,
     frozen,
     hardware,
+    members,
     variables,
     warning_lead,
     with_requeuer,
 )
 from fairlead_launch.submission.snapshot import Sources, find_sources, moved, take_snapshot
-from fairlead_launch.submission.sweep import members
 from fairlead_runs.exclusion import excluded_nodes
 from fairlead_runs.fingerprints import leaves
 from fairlead_runs.history import read_history
 from fairlead_runs.naming import render_name, safe_name
 from fairlead_runs.redaction import redact
 from fairlead_runs.states import HISTORY_FILE
-from fairlead_runs.submitted import SUBMISSIONS, VARIABLE
+from fairlead_runs.submitted import SUBMISSIONS, VARIABLE, Record, next_number, read_submission
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What cannot be written to the folder of a submission is a `RunDirectoryError`."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or folder)
+        raise RunDirectoryError("the submission cannot be written", where=where, why=error.strerror) from error
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class Plan:
         before = read_submission(self.request.runs[0])
         if before is None or getattr(self.config, "dependency", None):
             return
-        phase = before.submitter(self.environ, self.plugins).state(before.id).phase
+        phase = build_submitter(before.submit, self.environ, self.plugins).state(before.id).phase
         if phase in ("queued", "running"):
             raise ConfigError(
                 f"the run is submitted already: job {before.id} is {phase}",

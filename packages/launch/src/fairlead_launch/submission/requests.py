@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from fairlead import yaml
 from fairlead.config import JobConfig, ResourcesConfig
 from fairlead.config_bases import RequeueConfigBase, SubmitterConfigBase
 from fairlead.errors import ConfigError
 from fairlead.jobs import LoadedJob
+from fairlead.overrides import parse_override
 from fairlead.secret_names import is_secret_name
 from fairlead_launch.submission.batch import BatchSubmitterConfig
-from fairlead_launch.submission.network import NETWORKS
 from fairlead_runs import read_history
 from fairlead_runs.states import HISTORY_FILE
 
@@ -33,22 +37,16 @@ def hardware(job: JobConfig) -> ResourcesConfig:
         return job.resources
     trainer = job.trainer
     named = getattr(trainer.accelerator, "name", None)
-    if named is None:
-        raise ConfigError(
-            "the job does not say on what it is to run",
-            where="resources",
-            why="trainer.accelerator is auto, and a login node is no evidence",
-            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}, or device: cpu",
-        )
     devices = trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
     if trainer.devices == "auto" or devices < 1:
         devices = 1 if named == "cpu" else 0
-    if not devices:
+    if named is None or not devices:
+        lacking = "accelerator" if named is None else "devices"
         raise ConfigError(
-            "the job does not say how many devices it is to have",
+            "the job does not say on what it is to run",
             where="resources",
-            why="trainer.devices is auto, and a login node is no evidence",
-            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}",
+            why=f"trainer.{lacking} is auto, and a login node is no evidence",
+            fix="add resources: {nodes: 1, devices_per_node: 4, device: h100}, or device: cpu",
         )
     nodes = trainer.num_nodes if isinstance(trainer.num_nodes, int) else 1
     return ResourcesConfig(nodes=nodes, devices_per_node=devices, device=named)
@@ -179,3 +177,88 @@ def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any
     if name not in known or (config.container is None and window <= _WINDOW_S):
         return None
     return {"name": name, **({"limit_window_s": window} if window > _WINDOW_S else {})}
+
+
+_NOT_THESE: Final = "^docker,lo,veth"
+"""Interfaces by which no other node is reached; NCCL takes a list behind `^` as prefixes to leave out."""
+
+NETWORKS: Final[Mapping[str, Mapping[str, str]]] = {
+    # https://github.com/aws-samples/awsome-distributed-training/blob/main/1.architectures/efa-cheatsheet.md
+    # Huge pages and fork do not go together: a loader's workers fail with "Cannot allocate memory".
+    "efa": {
+        "FI_PROVIDER": "efa",
+        "FI_EFA_FORK_SAFE": "1",
+        "FI_EFA_USE_HUGE_PAGE": "0",
+        "NCCL_SOCKET_IFNAME": _NOT_THESE,
+    },
+    # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
+    # Named, so that a missing driver is an error: NCCL would go on over TCP, many times slower.
+    "infiniband": {"NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": _NOT_THESE},
+    "ethernet": {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": _NOT_THESE},
+}
+
+
+MOST: Final = 10_000
+_RANGE: Final = re.compile(r"\s*range\(\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*)?)?\)\s*")
+
+
+def members(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
+    """The overrides of each member, as `--set` takes them; the last sweep varies fastest.
+
+    Raises:
+        ConfigError: Something is no `PATH=V1,V2` or `PATH=range(N)`, has no value, or is there twice.
+
+    Example:
+        >>> members(["run.seed=range(2)", "trainer.max_steps=10,20"])[1]
+        ('run.seed=0', 'trainer.max_steps=20')
+    """
+    parsed = [_parse(text) for text in sweeps]
+    paths = [path for path, _ in parsed]
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise ConfigError(f"--sweep {twice} is there twice", where="--sweep", fix="write all of its values in one")
+    count = 1
+    for _, values in parsed:
+        count *= len(values)
+    if count > MOST:
+        raise ConfigError(f"the sweep has {count} members, more than {MOST}", where="--sweep", fix="sweep over less")
+    grid = itertools.product(*(values for _, values in parsed))
+    return [tuple(f"{path}={_flow(value)}" for path, value in zip(paths, chosen, strict=True)) for chosen in grid]
+
+
+def _parse(text: str) -> tuple[str, Sequence[Any]]:
+    path, equals, values = text.partition("=")
+    path = path.strip()
+    if not equals or not values.strip():
+        raise ConfigError(
+            f"--sweep {text!r} is not PATH=VALUES",
+            where="--sweep",
+            fix="write for example --sweep trainer.max_steps=100,200 or --sweep 'run.seed=range(3)'",
+        )
+    first = parse_override(f"{path}=0")[0][0]  # says what is wrong with the path
+    if first in ("submit", "resources"):
+        raise ConfigError(
+            f"all members of a sweep share their `{first}`",
+            where=f"--sweep {path}",
+            why="they are tasks of one array",
+            fix="submit a job for each",
+        )
+    found: Sequence[Any]
+    if match := _RANGE.fullmatch(values):
+        numbers = [int(one) for one in match.groups() if one is not None]
+        if len(numbers) == 3 and numbers[2] == 0:
+            raise ConfigError(f"--sweep {path}: the step of a range cannot be 0", where="--sweep")
+        found = range(*numbers)
+    else:
+        read = yaml.parse_scalar_or_flow(f"[{values}]", source=f"--sweep {path}")
+        assert isinstance(read, list)  # the brackets are ours
+        found = read
+    if not found:
+        raise ConfigError(f"--sweep {path} has no value: {values.strip()}", where="--sweep")
+    return path, found
+
+
+def _flow(value: Any) -> str:
+    """A value as `--set` reads it back: JSON is YAML, but for what is no number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+    return json.dumps(value, ensure_ascii=False)

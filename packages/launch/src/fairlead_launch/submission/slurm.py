@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.plugin_classes import SubmitterPlugin
-from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig
+from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig, Raw, words
 from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
-from fairlead_launch.submission.templates import Raw, words
 from fairlead_runs.chain import chain_begin, chain_end, chain_name, chain_options
 
 
@@ -39,8 +38,6 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
     screen: bool = False
     """Whether each node is looked at before the ranks start, and a bad one is left out; see
     [bad nodes](../how-to/bad-nodes.md)."""
-    mail: str | None = None
-    """An address that hears of the job's begin, end and failure."""
 
     @model_validator(mode="after")
     def _chain_alone(self) -> Self:
@@ -56,32 +53,14 @@ class SLURM(SubmitterPlugin):
     runtime = "fairlead_launch.submission.slurm:build"
 
 
-_PHASES: Final[Mapping[str, Phase]] = {
-    "PENDING": "queued",
-    "CONFIGURING": "queued",
-    "REQUEUED": "queued",
-    "REQUEUE_HOLD": "queued",
-    "REQUEUE_FED": "queued",
-    "RESV_DEL_HOLD": "queued",
-    "SPECIAL_EXIT": "queued",
-    "RUNNING": "running",
-    "COMPLETING": "running",
-    "STAGE_OUT": "running",
-    "SUSPENDED": "running",
-    "STOPPED": "running",
-    "SIGNALING": "running",
-    "RESIZING": "running",
-    "COMPLETED": "finished",
-    "CANCELLED": "cancelled",
-    "REVOKED": "cancelled",
-    "BOOT_FAIL": "failed",
-    "DEADLINE": "failed",
-    "FAILED": "failed",
-    "NODE_FAIL": "failed",
-    "OUT_OF_MEMORY": "failed",
-    "PREEMPTED": "failed",
-    "TIMEOUT": "failed",
+_STATES: Final[Mapping[Phase, str]] = {
+    "queued": "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED RESV_DEL_HOLD SPECIAL_EXIT",
+    "running": "RUNNING COMPLETING STAGE_OUT SUSPENDED STOPPED SIGNALING RESIZING",
+    "finished": "COMPLETED",
+    "cancelled": "CANCELLED REVOKED",
+    "failed": "BOOT_FAIL DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT",
 }
+_PHASES: Final = {state: phase for phase, states in _STATES.items() for state in states.split()}
 _SQUEUE: Final = ("State", "Reason", "StartTime", "TimeLeft", "RestartCnt", "NodeList")
 _SACCT: Final = ("State", "ExitCode", "Start", "End", "NodeList")
 
@@ -120,7 +99,6 @@ class SLURMSubmitter(BatchSubmitter):
             "signal": f"USR1@{request.warn_s}",
             **({"requeue": config.requeue} if requeue else {"no-requeue": True}),
             **(chain_options(chain_name(request.runs[0])) if config.chain else {}),
-            **({"mail-user": config.mail, "mail-type": "BEGIN,END,FAIL,REQUEUE"} if config.mail else {}),
         }
         screen = self._screen(request) if config.screen else None
         script = self.script(

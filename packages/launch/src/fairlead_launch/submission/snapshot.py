@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -82,7 +83,8 @@ def find_sources(
         left_out = len(others - chosen)
     else:
         top, left_out = folder, 0
-        chosen = {name for name in _walk(folder, without) if patterns is None or _matches(name, patterns)}
+        walked = itertools.islice(_walk(folder, without), MOST_FILES + 1)  # a home directory may have millions
+        chosen = {name for name in walked if patterns is None or _matches(name, patterns)}
     present = (name for name in sorted(chosen) if os.path.lexists(top / name) and not _inside(top / name, without))
     files = [name for name in present if not (top / name).is_dir() or (top / name).is_symlink()]
     _not_too_much(top, files)
@@ -149,7 +151,6 @@ def _git(top: Path, environ: Mapping[str, str], *words: str) -> list[str]:
 
 
 def _walk(folder: Path, without: Path) -> Iterator[str]:
-    count = 0
     for place, folders, files in os.walk(folder):
         copied = (name for name in folders if name not in _NEVER and not name.endswith(".egg-info"))
         folders[:] = sorted(
@@ -157,11 +158,7 @@ def _walk(folder: Path, without: Path) -> Iterator[str]:
             for name in copied
             if not os.path.exists(os.path.join(place, name, "pyvenv.cfg")) and not _inside(Path(place, name), without)
         )
-        for name in sorted(files):
-            count += 1
-            if count > MOST_FILES:
-                raise _too_much(folder, f"more than {MOST_FILES} files", [])
-            yield os.path.relpath(os.path.join(place, name), folder)
+        yield from (os.path.relpath(os.path.join(place, name), folder) for name in sorted(files))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -180,20 +177,10 @@ def _not_too_much(top: Path, files: Sequence[str]) -> None:
     total = sum(sizes.values())
     if total > MOST_BYTES or len(files) > MOST_FILES:
         largest = sorted(files, key=lambda name: -sizes[name])[:5]
-        raise _too_much(
-            top,
-            f"{len(files)} files, {total >> 20} MiB",
-            [f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest],
+        raise ConfigError(
+            f"the code is too large to be copied with each submission: {len(files)} files, {total >> 20} MiB",
+            where=f"submit.snapshot: {top}",
+            why="\n".join(["the largest:", *(f"{name} ({sizes[name] / 2**20:.1f} MiB)" for name in largest)]),
+            fix="let git ignore what is no code; or name what is needed, `submit.snapshot: ['*.py', 'configs/*']`;\n"
+            "or `submit.snapshot: false`: then the job runs what is in the folder when it starts",
         )
-
-
-def _too_much(top: Path, amount: str, largest: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        f"the code is too large to be copied with each submission: {amount}",
-        where=f"submit.snapshot: {top}",
-        why="\n".join(["the largest:", *largest])
-        if largest
-        else f"at most {MOST_FILES} files and {MOST_BYTES >> 20} MiB",
-        fix="let git ignore what is no code; or name what is needed, `submit.snapshot: ['*.py', 'configs/*']`;\n"
-        "or `submit.snapshot: false`: then the job runs what is in the folder when it starts",
-    )

@@ -12,11 +12,11 @@ from fairlead.config import JobConfig
 from fairlead.errors import ConfigError, RunFailedError
 from fairlead.findings import errors_in
 from fairlead.plugins import PluginManager, default_plugins
-from fairlead_launch.submission.interface import JobState, Submitter
+from fairlead_launch.submission.interface import JobState, Submitter, build_submitter
 from fairlead_launch.submission.plan import make_plan
-from fairlead_launch.submission.records import Record, build_submitter
 from fairlead_runs import RunState, state
 from fairlead_runs.programs import ask
+from fairlead_runs.submitted import Record
 
 _TAIL = 20  # lines of output in an error
 _ASK_S = 60.0  # seconds for a scheduler's answer
@@ -95,15 +95,13 @@ class Submission:
             time.sleep(poll_s if left is None else min(poll_s, left))
 
     def _failed(self, job_state: JobState, states: Sequence[RunState]) -> RunFailedError:
-        unfinished = [f"{one.name}: {one.state}" + (f" ({one.reason})" if one.reason else "") for one in states]
-        unfinished = [text for text, one in zip(unfinished, states, strict=True) if one.state != "finished"]
-        more = [f"and {len(unfinished) - 5} more"] if len(unfinished) > 5 else []
+        left = [f"{one.name}: {one.state} ({one.reason})" for one in states if one.state != "finished"]
         printed = self.logs().splitlines()[-_TAIL:] if self.records[0].output is not None else []
         ended = f"{job_state.phase}" + (f" ({job_state.reason})" if job_state.reason else "")
         return RunFailedError(
             f"job {self.id} is {ended}, and the run is not finished",
             where=self.records[0].folder,
-            why="\n".join([*unfinished[:5], *more, *printed]),
+            why="\n".join([*left[:5], *([f"and {len(left) - 5} more"] if len(left) > 5 else []), *printed]),
             fix="submit the job again: it resumes from its newest checkpoint",
         )
 

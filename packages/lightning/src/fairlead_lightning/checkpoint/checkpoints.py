@@ -21,8 +21,8 @@ from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
 from fairlead_lightning.resume.exact_resume import ExactResume
+from fairlead_runs.batch_size import replicas_of
 from fairlead_runs.commit import best, list_checkpoints, newest_complete, retain
-from fairlead_runs.data_ranks import replicas_of
 from fairlead_runs.describe import described
 
 

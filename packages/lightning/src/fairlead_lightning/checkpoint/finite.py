@@ -17,7 +17,7 @@ from fairlead_distributed.finite import non_finite_weights
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.finite_check import finite_weights, named_weights, not_finite
 from fairlead_distributed.run.session import RunSession
-from fairlead_runs.data_ranks import replicas_of
+from fairlead_runs.batch_size import replicas_of
 from fairlead_runs.waiting import ranks_text
 
 SCALED: Final = 20

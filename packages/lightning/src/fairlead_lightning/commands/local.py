@@ -18,9 +18,8 @@ from fairlead.detect import choose_environment
 from fairlead.errors import FairleadError
 from fairlead.interfaces import BuildContext
 from fairlead.plugin_classes import StrategyPlugin
-from fairlead_launch.environment import LAUNCHED
+from fairlead_launch.environment import LAUNCHED, inherited_plan
 from fairlead_launch.forkserver import thaw_for_nanobind
-from fairlead_launch.plans import inherited_plan
 from fairlead_launch.reports import leave_to_rank_0, send_report, shown_after_rank_0
 from fairlead_lightning.commands.early import EarlyImports
 from fairlead_lightning.commands.prepare import prepare, with_weights

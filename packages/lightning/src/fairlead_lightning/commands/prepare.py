@@ -15,7 +15,7 @@ from fairlead.findings import Finding, raise_errors
 from fairlead.jobs import LoadedJob
 from fairlead.plugin_classes import EnvironmentPlugin
 from fairlead.resolution import Resolution
-from fairlead_launch.plans import inherited_plan
+from fairlead_launch.environment import inherited_plan
 from fairlead_runs.evaluated import Weights, weights_to_evaluate
 from fairlead_runs.naming import run_directory
 

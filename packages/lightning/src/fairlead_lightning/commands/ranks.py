@@ -20,10 +20,9 @@ from fairlead.detect import VARIABLE
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.user_code import CodeRoot
-from fairlead_launch.environment import rank_environment
+from fairlead_launch.environment import PLAN, plan_to_inherit, rank_environment
 from fairlead_launch.forkserver import CAN_FORK, SERVER_FD, ForkServer
 from fairlead_launch.output import Output
-from fairlead_launch.plans import PLAN, plan_to_inherit
 from fairlead_launch.ports import DEFAULT_PORT, STORE_FD, bind_listener
 from fairlead_launch.processes import Starter, fork, forkable, search_path, spawn
 from fairlead_launch.restarts import Restarts, run_with_restarts, stopped_before

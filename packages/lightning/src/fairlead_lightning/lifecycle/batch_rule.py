@@ -16,8 +16,7 @@ from fairlead_distributed import all_gather_object
 from fairlead_distributed.learning_rate import apply_lr_factor
 from fairlead_distributed.ordered_loader import loader_batch_size
 from fairlead_distributed.run.session import RunSession
-from fairlead_runs.batch_size import GlobalBatch, lr_setting
-from fairlead_runs.data_ranks import replicas_in
+from fairlead_runs.batch_size import GlobalBatch, lr_setting, replicas_in
 from fairlead_runs.loader_check import Loading, loader_findings
 
 _BY_HAND: Final = "scale the learning rate yourself (fairlead_distributed.scale_lr), and leave base_batch_size out"

@@ -40,7 +40,7 @@ class Monitor(ABC):
         from fairlead_distributed.info import get_rank  # not there with the extra `check`, which loads this plugin
 
         if self._metrics is None and get_rank() == 0 and _lightnings_rank() == 0:
-            self._metrics = RunMetrics(self._path, self.name)
+            self._metrics = RunMetrics(self._path)
             self._begin()
         return self._metrics
 

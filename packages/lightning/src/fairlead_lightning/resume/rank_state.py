@@ -19,7 +19,7 @@ from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
-from fairlead_runs.data_ranks import replicas_in, replicas_of
+from fairlead_runs.batch_size import replicas_in, replicas_of
 from fairlead_runs.logger_positions import LOGGER_POSITIONS
 
 FORMAT: Final = 1

@@ -11,8 +11,7 @@ from fairlead import yaml
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, FairleadError
 from fairlead_runs import RunState, list_runs, state
-from fairlead_runs.commands.facts import shown_state
-from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, summary, table
+from fairlead_runs.commands.texts import ago, find_run, metric, or_dash, shown_state, summary, table
 from fairlead_runs.fingerprints import leaves
 from fairlead_runs.scheduler import ask_for_jobs, job_of_run
 from fairlead_runs.submitted import members, submitted_job

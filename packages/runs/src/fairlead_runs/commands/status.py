@@ -11,20 +11,16 @@ from typing import Any, Final
 
 from fairlead.cli.session import Session
 from fairlead_runs import Beat, RunState, state
-from fairlead_runs.commands.facts import facts, headline, in_words, shown_state
-from fairlead_runs.commands.texts import ago, find_run, summary, table
+from fairlead_runs.commands.texts import ago, facts, find_run, headline, in_words, shown_state, summary, table
 from fairlead_runs.describe import counted
 from fairlead_runs.monitoring import scraped_at
-from fairlead_runs.pace import pace
+from fairlead_runs.pace import longest_wait, pace, wait_line
 from fairlead_runs.scheduler import ask_for_job, job_of_run
 from fairlead_runs.states import find_dumps
-from fairlead_runs.unserved import longest_wait, wait_line
-from fairlead_runs.waiting import Waiting, grouped, rank_ranges, waiting
+from fairlead_runs.waiting import Waiting, grouped, rank_ranges, ranks_text, waiting
 
 _ROWS: Final = 20
 """Groups of ranks that are shown: a job of any size fits on a screen."""
-_AHEAD_S: Final = 5.0
-"""A beat that lies so far in the future comes from a clock that is wrong."""
 
 
 def status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +64,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
         session.print()
         for line in _groups(grouped(run.ranks), now):
             session.print(line)
-    notes = [*_wrong_clocks(run.ranks, now), *wait_line(wait)]
+    notes = wait_line(wait)
     if stuck is not None:
         notes.append(stuck_line(stuck, now, running=run.state == "running"))
     notes += [f"{d.kind}: {_shown(d.path, session)} ({counted(d.files, 'file')})" for d in dumps]
@@ -110,39 +106,22 @@ def _groups(groups: Sequence[Sequence[Beat]], now: float) -> Iterator[str]:
 
 def stuck_line(stuck: Waiting, now: float, *, running: bool) -> str:
     """Which rank is stuck where, and who waits for it, as a sentence."""
-    first, alone = stuck.behind[0], len(stuck.others) == 1
-    who, is_, it = ("rank", "is", "it") if len(stuck.behind) == 1 else ("ranks", "are", "them")
-    others = "the other rank is" if alone else f"the other {len(stuck.others)} ranks are"
-    wait = f"{'it waits' if alone else 'they wait'} for {it}"
+    first = stuck.behind[0]
     since = f" since {in_words(now - max(beat.time for beat in stuck.behind))}" if running else ""
-    places = {beat.place for beat in stuck.behind}
-    place = f", in {first.place}" if first.place and len(places) == 1 else ""
-    text = "" if running else "when the run ended: "
-    text += (
-        f"{who} {rank_ranges(beat.rank for beat in stuck.behind)} ({_hosts(stuck.behind)}) {is_} at step {first.step}"
-    )
-    text += f" in {first.phase}{since}{place}; "
-    if stuck.why == "silent":
-        return f"{text}{others} alive at the same step: check whether {'it is' if it == 'it' else 'they are'} too"
-    if stuck.why == "elsewhere":
-        return f"{text}{others} at the same step in another place: {wait}"
+    place = f", in {first.place}" if first.place and len({beat.place for beat in stuck.behind}) == 1 else ""
+    who = f"{ranks_text(beat.rank for beat in stuck.behind)} ({_hosts(stuck.behind)})"
     steps = sorted({beat.step for beat in stuck.others})
-    if steps == [first.step]:
-        reached = "further: " + ", ".join(sorted({beat.phase for beat in stuck.others}))
+    if stuck.why == "silent":
+        others = f"alive at step {first.step}"
+    elif stuck.why == "elsewhere":
+        others = f"waiting at step {first.step} in another place"
+    elif steps == [first.step]:
+        others = f"further: {', '.join(sorted({beat.phase for beat in stuck.others}))}"
     else:
-        reached = f"at step {steps[0]}" if len(steps) == 1 else f"at steps {steps[0]} to {steps[-1]}"
-    return f"{text}{others} {reached}" + (f": {wait}" if all(beat.place for beat in stuck.others) else "")
-
-
-def _wrong_clocks(beats: Sequence[Beat], now: float) -> Iterator[str]:
-    """The nodes whose beats lie in the future."""
-    ahead = [beat for beat in beats if beat.time - now > _AHEAD_S]
-    if ahead:
-        most = max(beat.time for beat in ahead) - now
-        yield (
-            f"the clock of {_hosts(ahead)} is up to {in_words(most)} ahead of this machine's: "
-            "when its ranks gave their last sign of life is not known"
-        )
+        others = f"at step {rank_ranges(steps)}" + (", waiting" if all(beat.place for beat in stuck.others) else "")
+    before = "" if running else "when the run ended, "
+    stands = f"{before}{who}: at step {first.step} in {first.phase}{since}{place}"
+    return f"{stands}; {counted(len(stuck.others), 'other')}: {others}"
 
 
 def _hosts(beats: Sequence[Beat]) -> str:

@@ -28,12 +28,18 @@ from fairlead_runs.commit.checkpoints import (
     newest_complete,
     read_latest,
 )
-from fairlead_runs.commit.fence import Fence
-from fairlead_runs.commit.files import FileWriter, atomic_write, write_file
-from fairlead_runs.commit.hashing import FileHash, default_algorithm, hash_file
+from fairlead_runs.commit.fence import Fence, LockOwner
+from fairlead_runs.commit.files import (
+    FileHash,
+    FileWriter,
+    Syscalls,
+    atomic_write,
+    default_algorithm,
+    hash_file,
+    write_file,
+)
 from fairlead_runs.commit.lock import Lock, LockState, read_lock
 from fairlead_runs.commit.manifest import Damage, Manifest, read_manifest, verify
-from fairlead_runs.commit.owner import LockOwner
 from fairlead_runs.commit.publish import abandon, publish, stage
 from fairlead_runs.commit.retention import (
     RetentionPolicy,
@@ -45,7 +51,6 @@ from fairlead_runs.commit.retention import (
     named_checkpoint,
     retain,
 )
-from fairlead_runs.commit.syscalls import Syscalls
 
 __all__ = [
     "Checkpoint",

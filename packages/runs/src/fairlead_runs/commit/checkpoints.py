@@ -14,9 +14,8 @@ from typing import Any, Generic, Self, TypeVar
 
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_runs.commit.fence import Fence
-from fairlead_runs.commit.files import disk_error, fenced_rename, remove_tree
+from fairlead_runs.commit.files import Syscalls, disk_error, fenced_rename, remove_tree
 from fairlead_runs.commit.manifest import MANIFEST, Damage, Manifest, read_manifest, verify
-from fairlead_runs.commit.syscalls import Syscalls
 
 LATEST = "latest"
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")

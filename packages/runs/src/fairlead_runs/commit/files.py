@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import importlib
+import importlib.util
 import os
 import secrets
 import stat
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from fairlead.errors import CheckpointError, FairleadError
+from fairlead.errors import CheckpointError, FairleadError, MissingDependencyError
 from fairlead_runs.commit.fence import Fence
-from fairlead_runs.commit.hashing import FileHash, default_algorithm, new_hasher
-from fairlead_runs.commit.syscalls import Syscalls
 
 _BUFFER = 1 << 20
 _PIECE = 16 << 20
@@ -251,3 +255,167 @@ def _write(
             system.unlink(path)
         raise
     return digest
+
+
+_CHUNK = 4 << 20
+
+
+class Hasher(Protocol):
+    """What `hashlib` objects are, as far as it is needed here."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Takes the next bytes."""
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes so far, in hexadecimal."""
+
+
+@dataclass(frozen=True)
+class FileHash:
+    """The checksum of one file and its size in bytes."""
+
+    algorithm: str
+    digest: str
+    size: int
+
+
+class _CRC32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def _xxh3_128() -> Hasher:
+    try:
+        xxhash = importlib.import_module("xxhash")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the checksum 'xxh3_128' needs the package xxhash, which is not installed",
+            why=str(error),
+            fix="pip install xxhash",
+        ) from error
+    hasher: Hasher = xxhash.xxh3_128()
+    return hasher
+
+
+ALGORITHMS: dict[str, Callable[[], Hasher]] = {"xxh3_128": _xxh3_128, "crc32": _CRC32, "sha256": hashlib.sha256}
+
+
+def default_algorithm() -> str:
+    """The fastest algorithm that is installed: `xxh3_128`, else `crc32`."""
+    return "xxh3_128" if importlib.util.find_spec("xxhash") else "crc32"
+
+
+def new_hasher(algorithm: str) -> Hasher:
+    """A hasher; `CheckpointError`: only a newer Fairlead has it, `MissingDependencyError`: its package is lacking."""
+    if algorithm not in ALGORITHMS:
+        raise CheckpointError(
+            f"unknown checksum algorithm {algorithm!r}",
+            why=f"this version knows {', '.join(sorted(ALGORITHMS))}",
+            fix="upgrade Fairlead",
+        )
+    return ALGORITHMS[algorithm]()
+
+
+def hash_file(
+    path: Path, algorithm: str | None = None, *, sync: bool = False, syscalls: Syscalls | None = None
+) -> FileHash:
+    """Reads a file once and hashes it; with `sync`, it is fsynced first.  `OSError`: it cannot be read."""
+    system = syscalls or Syscalls()
+    name = algorithm or default_algorithm()
+    hasher, size = new_hasher(name), 0
+    buffer = memoryview(bytearray(_CHUNK))
+    fd = system.open(path, os.O_RDONLY)
+    try:
+        if sync:
+            system.fsync(fd)
+        while count := system.readinto(fd, buffer):
+            hasher.update(buffer[:count])
+            size += count
+    finally:
+        system.close(fd)
+    return FileHash(name, hasher.hexdigest(), size)
+
+
+# What a directory's fsync answers on file systems that have no such thing (some FUSE and SMB mounts).
+_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+
+
+class Syscalls:
+    """The operating system, one method a call; each raises `OSError` as the call does.
+
+    A subclass that fails, dies or records at the n-th call is how the protocol is tested.
+    """
+
+    def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+        """`open(2)`; the descriptor is not inherited by children."""
+        return os.open(path, flags, mode)
+
+    def readinto(self, fd: int, buffer: memoryview) -> int:
+        """`read(2)` into a buffer; the number of bytes, 0 at the end."""
+        return os.readv(fd, [buffer])
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """`write(2)`; may write less than it was given."""
+        return os.write(fd, data)
+
+    def start_writeback(self, fd: int, offset: int, nbytes: int) -> None:
+        """Has the kernel begin to write a range to the disk, and does not wait; where that is not known, nothing.
+
+        `posix_fadvise(2)` with "not needed": Linux then writes what is dirty, and drops from memory what is not.
+        """
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # advice: the fsync that follows reports what the disk refuses
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def fsync(self, fd: int) -> None:
+        """`fsync(2)` of a file: its bytes survive a power cut from here on."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """`close(2)`."""
+        os.close(fd)
+
+    def fsync_dir(self, path: Path) -> None:
+        """`fsync(2)` of a directory: the names in it survive a power cut from here on."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_FSYNC:
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """`rename(2)`: atomic; replaces a file, refuses a non-empty directory."""
+        os.rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """`link(2)`: fails when the target exists, on network file systems too."""
+        os.link(source, target)
+
+    def symlink(self, target: str, link: Path) -> None:
+        """`symlink(2)`: a name that leads to another one beside it."""
+        os.symlink(target, link)
+
+    def unlink(self, path: Path) -> None:
+        """`unlink(2)`."""
+        os.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        """`mkdir(2)`: fails when the path exists, so it also decides races."""
+        os.mkdir(path)
+
+    def rmdir(self, path: Path) -> None:
+        """`rmdir(2)`."""
+        os.rmdir(path)
+
+    def touch(self, path: Path) -> None:
+        """`utime(2)` with the file system's own clock."""
+        os.utime(path)

@@ -20,10 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairlead.errors import RunDirectoryError, RunLockedError
-from fairlead_runs.commit.fence import Fence
-from fairlead_runs.commit.files import disk_error
-from fairlead_runs.commit.owner import LockOwner
-from fairlead_runs.commit.syscalls import Syscalls
+from fairlead_runs.commit.fence import Fence, LockOwner
+from fairlead_runs.commit.files import Syscalls, disk_error
 
 log = logging.getLogger("fairlead.runs")
 

@@ -13,8 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from fairlead.errors import CheckpointError
-from fairlead_runs.commit.hashing import FileHash, hash_file
-from fairlead_runs.commit.syscalls import Syscalls
+from fairlead_runs.commit.files import FileHash, Syscalls, hash_file
 from fairlead_runs.describe import plain
 
 MANIFEST = "manifest.json"

@@ -14,10 +14,18 @@ from typing import Any
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_runs.commit.checkpoints import LATEST, NAME, STAGE, Checkpoint, to_trash
 from fairlead_runs.commit.fence import Fence
-from fairlead_runs.commit.files import atomic_write, disk_error, ensure_dir, fenced_rename, remove_tree, write_file
-from fairlead_runs.commit.hashing import FileHash, hash_file
+from fairlead_runs.commit.files import (
+    FileHash,
+    Syscalls,
+    atomic_write,
+    disk_error,
+    ensure_dir,
+    fenced_rename,
+    hash_file,
+    remove_tree,
+    write_file,
+)
 from fairlead_runs.commit.manifest import MANIFEST, Manifest, is_inside, verify
-from fairlead_runs.commit.syscalls import Syscalls
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import itertools
 import math
@@ -23,9 +22,8 @@ from fairlead_runs.commit.checkpoints import (
     to_trash,
 )
 from fairlead_runs.commit.fence import Fence
-from fairlead_runs.commit.files import atomic_write, disk_error, fenced_rename, remove_tree
+from fairlead_runs.commit.files import Syscalls, atomic_write, disk_error, fenced_rename, remove_tree
 from fairlead_runs.commit.manifest import verify
-from fairlead_runs.commit.syscalls import Syscalls
 
 if TYPE_CHECKING:
     from fairlead.config import CheckpointConfig
@@ -47,7 +45,6 @@ class RetentionPolicy:
         metric: Needed when `best` is not 0.
         mode: Whether a small (`min`) or a large (`max`) value is good.
         every_n_steps: Those whose step is a multiple of it.
-        every_minutes: The first one of each such span of time.
     """
 
     last: int | None = 1
@@ -55,7 +52,6 @@ class RetentionPolicy:
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
     every_n_steps: int | None = None
-    every_minutes: float | None = None
 
     @classmethod
     def of(cls, config: CheckpointConfig, metric: str | None) -> RetentionPolicy:
@@ -66,7 +62,6 @@ class RetentionPolicy:
             metric=metric,
             mode=config.mode,
             every_n_steps=config.keep_every_n_steps,
-            every_minutes=config.keep_every_n_minutes,
         )
 
     def __post_init__(self) -> None:
@@ -75,7 +70,7 @@ class RetentionPolicy:
             raise ConfigError(f"keeping the best {self.best} checkpoints needs a metric", fix="set its name")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"unknown mode {self.mode!r}", fix="write 'min' or 'max'")
-        for name in ("last", "best", "every_n_steps", "every_minutes"):
+        for name in ("last", "best", "every_n_steps"):
             value = getattr(self, name)
             if value is not None and (value < 0 or (value == 0 and name.startswith("every"))):
                 raise ConfigError(f"{name} cannot be {value}", fix="give a positive number")
@@ -255,21 +250,7 @@ def chosen(ordered: Sequence[R], policy: RetentionPolicy, sound: Callable[[R], b
         keep.update(_first_sound(best(current, policy.metric, policy.mode), policy.best, sound))
     if policy.every_n_steps is not None:
         keep.update(item for item in current if item.step % policy.every_n_steps == 0)
-    if policy.every_minutes is not None:
-        keep.update(_spaced(current, policy.every_minutes))
     return keep
-
-
-def _spaced(ordered: list[R], minutes: float) -> list[R]:
-    retained: list[R] = []
-    previous: datetime.datetime | None = None
-    for item in ordered:
-        created = datetime.datetime.fromisoformat(item.created)
-        # A clock that went backwards gives a negative span; counting from there keeps too much, never too little.
-        if previous is None or not 0 <= (created - previous).total_seconds() < minutes * 60:
-            retained.append(item)
-            previous = created
-    return retained
 
 
 def _sound(checkpoint: Checkpoint) -> bool:

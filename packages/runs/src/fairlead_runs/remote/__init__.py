@@ -16,21 +16,22 @@ Example:
 
 from __future__ import annotations
 
-from fairlead_runs.remote.downloading import DamagedCopyError, download, fetch
-from fairlead_runs.remote.listing import (
+from fairlead_runs.remote.checkpoints import (
+    DamagedCopyError,
     RemoteCheckpoint,
     RemoteRun,
     checkpoint_at,
     discard_incomplete,
+    download,
+    fetch,
     list_checkpoints,
     list_run,
     newest_complete,
     retain,
+    upload,
     verify,
 )
-from fairlead_runs.remote.store import Entry, Store
-from fairlead_runs.remote.uploading import upload
-from fairlead_runs.remote.urls import check_url, is_url, split_checkpoint_url
+from fairlead_runs.remote.store import Entry, Store, check_url, is_url, split_checkpoint_url
 
 __all__ = [
     "DamagedCopyError",

@@ -1,28 +1,32 @@
-"""One place on a store: its objects by their names below a URL."""
+"""One place on a store: its objects by their names below a URL; what a URL may hold, and what is said of its errors."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import copy
+import errno
 import importlib
 import importlib.util
 import inspect
 import os
+import random
+import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
-from fairlead.errors import ConfigError, MissingDependencyError
+from fairlead.errors import CheckpointError, ConfigError, FairleadError, MissingDependencyError
 from fairlead.install import install_line
-from fairlead_runs.commit.files import Content, ensure_dir, replace_file
-from fairlead_runs.commit.syscalls import Syscalls
-from fairlead_runs.remote.store_errors import is_of_a_store, leave_the_global_generator, store_error
-from fairlead_runs.remote.urls import check_options, check_url, join
+from fairlead.secret_names import is_secret_name
+from fairlead_runs.commit.checkpoints import NAME
+from fairlead_runs.commit.files import Content, Syscalls, ensure_dir, replace_file
+from fairlead_runs.redaction import redact_text
 
 MIB: Final = 1 << 20
 _S3: Final[Mapping[str, Any]] = {"connect_timeout": 10, "read_timeout": 60}  # a dead endpoint is noticed in seconds
@@ -204,22 +208,15 @@ class Store:
 
 def missing_library(url: str) -> MissingDependencyError | None:
     """What is to be installed before this URL can be opened, as an error; None: nothing. Imports nothing of it."""
-    if importlib.util.find_spec("fsspec") is None:
-        return MissingDependencyError(
-            "checkpoints on an object store need the package fsspec, which is not installed",
-            where=url,
-            fix=install_line("remote"),
-        )
     protocol = url.partition("://")[0]
-    known = importlib.import_module("fsspec.registry").known_implementations
-    package = _PACKAGES.get(protocol)
-    if package is not None and importlib.util.find_spec(package) is None:
+    packages = ["fsspec", *([_PACKAGES[protocol]] if protocol in _PACKAGES else [])]
+    if lacking := next((package for package in packages if importlib.util.find_spec(package) is None), None):
         return MissingDependencyError(
-            f"URLs of {protocol}:// need the package {package}, which is not installed",
+            f"URLs of {protocol}:// need the package {lacking}, which is not installed",
             where=url,
-            fix=install_line("remote", package),
+            fix=install_line("remote", *packages[1:]),
         )
-    if protocol not in known and protocol not in importlib.import_module("fsspec").available_protocols():
+    if protocol not in importlib.import_module("fsspec").available_protocols():
         return MissingDependencyError(
             f"fsspec knows no protocol {protocol!r}",
             where=url,
@@ -245,3 +242,125 @@ def _checksum(info: Mapping[str, Any]) -> str | None:
     if isinstance(md5, str):
         return base64.b64decode(md5).hex()
     return bytes(md5).hex() if isinstance(md5, (bytes, bytearray)) else None
+
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+def is_url(text: object) -> TypeGuard[str]:
+    """Whether this names a place on a store and not a local path: `/data://x` is a path."""
+    return isinstance(text, str) and _URL.fullmatch(text) is not None
+
+
+def check_url(url: str) -> str:
+    """The URL without a slash at its end; `ConfigError`: it is none, names no place, or holds a user or a password."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"{url!r} is no URL", fix="write it as s3://bucket/prefix, gs://bucket/prefix, file:///path")
+    protocol, rest = match[1].lower(), match[2]
+    if "@" in rest.partition("/")[0]:
+        raise ConfigError(
+            "the URL of a store holds a user or a password",
+            where=f"{protocol}://<redacted>@...",
+            why="it would be written into the run directory",
+            fix="leave it out; credentials come from the environment variables and files of the store's own library",
+        )
+    place = rest.rstrip("/")
+    if not place.strip("/") and protocol != "memory":
+        raise ConfigError(f"{url!r} names no place", fix=f"write it as {protocol}://bucket/prefix")
+    if any(part in ("..", ".") for part in place.split("/")) or not place.isprintable():
+        raise ConfigError(f"{url!r} has a `.`, a `..` or a control character in it", fix="write the whole name")
+    return f"{protocol}://{place}"
+
+
+def check_options(options: Mapping[str, Any], where: str = "storage_options") -> None:
+    """Refuses options that carry a secret, at any depth, with a `ConfigError` that does not show it."""
+    for name, value in options.items():
+        if is_secret_name(str(name)) and value is not None:
+            raise ConfigError(
+                f"{name!r} is a secret and must not stand in a config",
+                where=f"{where}.{name}",
+                why="a config is shown and written into the run directory",
+                fix="use the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS) or the files "
+                "of the store's own library",
+            )
+        if isinstance(value, Mapping):
+            check_options(value, f"{where}.{name}")
+
+
+def join(url: str, *parts: str) -> str:
+    """A place below a URL."""
+    tail = "/".join(part.strip("/") for part in parts if part)
+    return url + tail if url.endswith("://") else f"{url}/{tail}"
+
+
+def split_checkpoint_url(url: str) -> tuple[str, str]:
+    """The URL of the run and the checkpoint's name; a file in the checkpoint stands for it.
+
+    Raises:
+        ConfigError: It is not one of a checkpoint.
+
+    Example:
+        >>> split_checkpoint_url("s3://bucket/prefix/gpt/step-00000200/state.ckpt")
+        ('s3://bucket/prefix/gpt', 'step-00000200')
+    """
+    clean = check_url(url)
+    parts = clean.split("/")
+    for end in (len(parts), len(parts) - 1):
+        if NAME.fullmatch(parts[end - 1]):
+            return "/".join(parts[: end - 1]), parts[end - 1]
+    raise ConfigError(
+        "this is not the URL of a checkpoint", where=clean, fix="name one, as s3://bucket/prefix/RUN/step-00000200"
+    )
+
+
+_PAUSES: Final = random.SystemRandom()  # the global generator is the training's
+_DRAWING: Final = (
+    *("botocore.retryhandler", "botocore.utils", "aiohttp.connector"),
+    *("gcsfs.retry", "google.auth._exponential_backoff"),
+)
+# The libraries of the stores, whose own errors are mostly of the network.
+_LIBRARIES: Final = ("aiohttp", "aiobotocore", "botocore", "gcsfs", "google", "azure", "adlfs", "requests", "urllib3")
+# Those of them that are about who asks, and what for.
+_CREDENTIALS: Final = ("Credential", "Token", "Profile", "SSO", "Unauthorized")
+
+
+def leave_the_global_generator() -> None:
+    """Has the stores' libraries that are loaded draw their waits from another generator: that one is the training's."""
+    for name in _DRAWING:
+        module: Any = sys.modules.get(name)
+        if module is not None and module.random is random:
+            module.random = _PAUSES
+
+
+def is_of_a_store(error: Exception) -> bool:
+    """Whether an error says something of a store, and none of ours has said it yet."""
+    return not isinstance(error, FairleadError) and (isinstance(error, OSError) or _library(error))
+
+
+def store_error(error: BaseException, what: str, url: str) -> CheckpointError:
+    """The user's error for one of a store: where, why, and what to do."""
+    return CheckpointError(f"cannot {what}", where=url, why=_reason(error), fix=_advice(error))
+
+
+def _reason(error: BaseException) -> str:
+    text = next(iter(str(error).strip().splitlines()), "")
+    return redact_text(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def _advice(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, PermissionError) or any(word in name for word in _CREDENTIALS):
+        return (
+            "check the credentials of this machine (AWS_ACCESS_KEY_ID, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS), "
+            "and that they may list, read, write and delete there"
+        )
+    if isinstance(error, FileNotFoundError):
+        return "make the bucket, or correct the URL"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space"
+    return "check the network of this machine, and the store's address (AWS_ENDPOINT_URL) and settings"
+
+
+def _library(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in _LIBRARIES or type(error).__name__ == "FSTimeoutError"

@@ -94,5 +94,5 @@ class MeshStrategyConfig(ProcessGroupConfig):
         return Layout.of(world_size, {**self.sizes, **own})
 
     def data_parallel_ranks(self, world_size: int) -> int:
-        """How many of the ranks have batches of their own; see `fairlead_runs.data_ranks`."""
+        """How many of the ranks have batches of their own; see `fairlead_runs.batch_size`."""
         return self.layout(world_size).data_parallel
