@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import sys
 import threading
 import types
 from collections import namedtuple
@@ -28,7 +27,6 @@ from fairlead.errors import (
     ConfigError,
     FairleadError,
     FingerprintError,
-    MissingDependencyError,
     RunDirectoryError,
     UserCodeError,
 )
@@ -160,39 +158,6 @@ def test_a_batch_of_one_and_a_sample_that_is_no_batch() -> None:
     (column,) = split(torch.zeros(4, 5), None)[1]
     assert isinstance(column, Tensor)
     assert column.shape == (1, 4, 5)
-
-
-def test_to_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [([0, 1], {"logits": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "label": ["a", "b"]})]
-    predictions = written(tmp_path / "out", [batches, batches])
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pyarrow", None)
-        with pytest.raises(MissingDependencyError) as raised:
-            predictions.to_parquet(tmp_path / "table.parquet")
-    assert raised.value.fix == "pip install pyarrow"
-    parquet = pytest.importorskip("pyarrow.parquet")
-    predictions.to_parquet(tmp_path / "table.parquet")
-    assert parquet.read_table(tmp_path / "table.parquet").to_pylist() == [
-        {"loader": loader, "index": n, "logits": [2.0 * n + 1, 2.0 * n + 2], "label": "ab"[n]}
-        for loader in (0, 1)
-        for n in (0, 1)
-    ]
-    kinds = {field.name: str(field.type) for field in parquet.read_schema(tmp_path / "table.parquet")}
-    assert kinds == {"loader": "int64", "index": "int64", "logits": "list<element: float>", "label": "string"}
-
-
-def test_numbers_keep_their_type_in_parquet(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    record = {
-        "half": torch.ones(2, 3, dtype=torch.bfloat16),
-        "wide": torch.ones(2, dtype=torch.float64),
-        "mask": torch.ones(2, 3, 4, dtype=torch.bool),
-        "byte": torch.ones(2, dtype=torch.uint8),
-        "complex": torch.ones(2, 3, dtype=torch.complex64),
-    }
-    written(tmp_path / "out", [[([0, 1], record)]]).to_parquet(tmp_path / "table.parquet")
-    kinds = [str(field.type).replace("element: ", "") for field in parquet.read_schema(tmp_path / "table.parquet")][1:]
-    assert kinds == ["list<float>", "double", "list<list<bool>>", "uint8", "list<list<float>>"]
 
 
 # -- which batches there are
@@ -390,20 +355,16 @@ def test_a_full_disk_leaves_what_was_written(tmp_path: Path, monkeypatch: pytest
     assert json.loads((out / "prediction.json").read_text())["settings"]["weights"] == SETTINGS["weights"]
 
 
-def apart(rank: int, root: Path) -> tuple[bool, int]:
-    """Each rank has a disk of its own."""
-    folder_module._SEEN_AFTER_S = 0.2  # type: ignore[misc]
-    folder = PredictionFolder(root / "shared" / "out", root, SETTINGS)
-    if rank:  # the same path, on another machine
-        folder.path = root / "other" / "out"
-        folder.path.mkdir(parents=True)
-    folder.add_loader(0, {}, 2)
-    folder.write(0, [Batch(rank, [rank], *split(torch.tensor([rank]), 1))])
-    folder.commit()
-    folder.close()
-    return folder.sees, len(os.listdir(folder.path))
+def blind(rank: int, root: Path) -> str:
+    """Rank 1 has a disk of its own."""
+    if rank:
+        folder_module.LOCK = "elsewhere"  # type: ignore[misc]
+    try:
+        PredictionFolder(root / "out", root, SETTINGS)
+    except RunDirectoryError as error:
+        return error.what
+    return ""
 
 
-def test_shards_on_other_disks_are_gathered(tmp_path: Path) -> None:
-    assert run_ranks(apart, 2, tmp_path) == [(True, 4), (False, 0)]
-    assert [int(one) for one in Predictions(tmp_path / "shared" / "out")] == [0, 1]
+def test_a_folder_that_a_rank_does_not_see_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(blind, 2, tmp_path) == ["rank 1 cannot see the folder for the predictions"] * 2

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fairlead.errors import CheckpointError
-from fairlead_distributed.predictions.parquet import write_parquet
 from fairlead_distributed.predictions.records import build
 from fairlead_distributed.predictions.shard_file import ShardFile
 from fairlead_runs.commit import Manifest, read_manifest, verify
@@ -163,19 +162,6 @@ class Predictions(_Samples):
         """
         made = [one.to_torch() for one in self.loaders]
         return made[0] if len(made) == 1 else made
-
-    def to_parquet(self, path: str | PathLike[str]) -> None:
-        """Writes a Parquet file, a column for each part of a record, some thousand samples at a time; needs pyarrow.
-
-        `index` is that of the sample, `loader` that of its loader where there are several. A tensor of one number a
-        sample is a column of numbers, one of more a list of numbers, row by row.
-
-        Raises:
-            MissingDependencyError: pyarrow is not installed.
-            ConfigError: A column has what Parquet has no type for.
-        """
-        loaders = [zip(loader.indices.tolist(), loader, strict=True) for loader in self.loaders]
-        write_parquet(loaders, Path(path))
 
     def _one(self, at: int) -> Any:
         number = next(n for n, begin in enumerate(self._begins[1:]) if at < begin)
