@@ -10,7 +10,6 @@ from fairlead_distributed.collectives import (
     ReduceOp,
     all_gather,
     all_reduce,
-    all_to_all,
     barrier,
     broadcast,
     reduce_scatter,
@@ -47,7 +46,6 @@ from fairlead_distributed.info import (
 from fairlead_distributed.learning_rate import apply_lr_factor
 from fairlead_distributed.manager import MultiNodeTrainingManager
 from fairlead_distributed.memory_pool import MemoryPool, memory_pool_scope
-from fairlead_distributed.object_collectives import all_gather_object, broadcast_object, gather_object
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import (
     destroy_process_group,
@@ -115,14 +113,11 @@ __all__ = [
     "SelectiveGradientCheckpointing",
     "TensorMismatchError",
     "all_gather",
-    "all_gather_object",
     "all_reduce",
-    "all_to_all",
     "apply_lr_factor",
     "barrier",
     "bind_listener",
     "broadcast",
-    "broadcast_object",
     "checkpoint_layers",
     "checkpoint_scope",
     "choose_port",
@@ -135,7 +130,6 @@ __all__ = [
     "first_divergence",
     "flight_recorder_variables",
     "free_port",
-    "gather_object",
     "get_distributed_info",
     "get_local_rank",
     "get_rank",

@@ -15,7 +15,6 @@ to be the same on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Self
@@ -28,7 +27,7 @@ from fairlead.errors import ConfigError, did_you_mean
 from fairlead_distributed.call_check import check_call
 from fairlead_distributed.errors import CollectiveError, TensorMismatchError
 from fairlead_distributed.info import require_initialized
-from fairlead_distributed.tensor_bytes import bytes_of, from_header, header_of, shapes_over_ranks, tensor_of, text_of
+from fairlead_distributed.tensor_bytes import bytes_of, shapes_over_ranks, tensor_of, text_of
 from fairlead_distributed.torch_names import reduce_scatter_single
 
 
@@ -147,7 +146,13 @@ def broadcast(
         CollectiveMismatchError: Where it is checked, the ranks call different collectives.
     """
     result = _own("broadcast", tensor, group)
-    if check_rank("broadcast", src, group):
+    initialized = require_initialized("broadcast")
+    ranks = dist.get_process_group_ranks(group) if initialized else [0]
+    if src not in ranks:
+        raise CollectiveError(
+            f"there is no rank {src} for broadcast", where="broadcast()", why=f"the group's ranks are {ranks}"
+        )
+    if initialized:
         check_call("broadcast", f"{text_of(tensor)} from rank {src}", group, check=check)
         if result.numel():
             dist.broadcast(bytes_of(result), src=src, group=group)
@@ -200,49 +205,6 @@ def reduce_scatter(
     return result
 
 
-def all_to_all(
-    tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, check: bool | None = None
-) -> list[Tensor]:
-    """What each rank has for this one, bit for bit, in the order of the ranks: rank r gets `tensors[r]` of all.
-
-    Args:
-        tensors: One for each rank, on one device, of any shapes (of at most 14 dimensions) and dtypes.
-        group: The ranks; None: all.
-        check: Whether the ranks compare first what they are about to call; None: see above.
-
-    Raises:
-        TensorMismatchError: There is not one tensor for each rank, or they are on several devices.
-        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
-
-    Example:
-        >>> all_to_all([torch.tensor([1, 2])])
-        [tensor([1, 2])]
-    """
-    own = [_own("all_to_all", one, group) for one in tensors]
-    initialized = require_initialized("all_to_all")
-    ranks = dist.get_world_size(group) if initialized else 1
-    if len(own) != ranks or len({one.device for one in own}) != 1:
-        raise TensorMismatchError(
-            f"all_to_all got {len(own)} tensors on {len({one.device for one in own})} devices",
-            where="all_to_all(tensors=)",
-            why=f"it sends one tensor to each of {ranks} ranks",
-            fix="give a list with one tensor for each rank, all on this rank's device",
-        )
-    if not initialized:
-        return own
-    check_call("all_to_all", "", group, check=check)
-    headers = torch.stack([header_of(one) for one in own])
-    received = torch.empty_like(headers)
-    dist.all_to_all_single(received, headers, group=group)
-    kinds = [from_header(row) for row in received.tolist()]
-    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
-    sent = torch.cat([bytes_of(one) for one in own])
-    got = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(got, sent, sizes, [one.numel() * one.element_size() for one in own], group=group)
-    parts = zip(torch.split(got, sizes), kinds, strict=True)
-    return [tensor_of(part.clone(), dtype, shape) for part, (dtype, shape) in parts]
-
-
 def barrier(
     timeout: timedelta | None = None, *, group: dist.ProcessGroup | None = None, check: bool | None = None
 ) -> None:
@@ -279,24 +241,13 @@ def barrier(
         torch.cuda.synchronize()
 
 
-def check_rank(operation: str, rank: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether there is a process group; a CollectiveError where it has no such rank."""
-    initialized = require_initialized(operation)
-    ranks = dist.get_process_group_ranks(group) if initialized else [0]
-    if rank not in ranks:
-        raise CollectiveError(
-            f"there is no rank {rank} for {operation}", where=f"{operation}()", why=f"the group's ranks are {ranks}"
-        )
-    return initialized
-
-
 def _own(operation: str, tensor: Any, group: dist.ProcessGroup | None) -> Tensor:
     """A contiguous copy, where it is a tensor that the group can send."""
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
             f"{operation} takes a tensor, not a {type(tensor).__name__}",
             where=f"{operation}()",
-            fix="torch.tensor(value) makes one of a number; the functions for objects end in _object",
+            fix="torch.tensor(value) makes one of a number; torch's own functions for objects end in _object",
         )
     if dist.is_initialized():
         pairs = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))

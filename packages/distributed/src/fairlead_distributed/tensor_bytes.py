@@ -32,21 +32,11 @@ def tensor_of(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def header_of(tensor: Tensor) -> Tensor:
-    """What it is: the number of its dtype, its dimensions and their lengths, shape (16,)."""
-    dims = list(tensor.shape)[:_HEADER_DIMS]
-    numbers = [_DTYPES.index(str(tensor.dtype)), tensor.dim(), *dims, *[0] * (_HEADER_DIMS - len(dims))]
-    return torch.tensor(numbers, dtype=torch.int64, device=tensor.device)
-
-
-def from_header(row: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape that a header says."""
-    return getattr(torch, _DTYPES[row[0]].removeprefix("torch.")), tuple(row[2 : 2 + row[1]])
-
-
 def shapes_over_ranks(tensor: Tensor, operation: str, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
     """The shapes of all ranks' tensors, where they differ in nothing else."""
-    header = header_of(tensor)
+    dims = list(tensor.shape)[:_HEADER_DIMS]
+    numbers = [_DTYPES.index(str(tensor.dtype)), tensor.dim(), *dims, *[0] * (_HEADER_DIMS - len(dims))]
+    header = torch.tensor(numbers, device=tensor.device)
     headers = header.new_empty(dist.get_world_size(group) * len(header))
     all_gather_single(headers, header, group=group)
     rows = headers.view(-1, len(header)).tolist()
