@@ -19,7 +19,7 @@ import fairlead_strategies.pipeline.optimizers as optimizers
 import fairlead_strategies.pipeline.runtime as runtime
 from fairlead_distributed import clip_grad_norm
 from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages
-from fairlead_distributed.parallel.pipeline.picture import schedule_class
+from fairlead_distributed.parallel.pipeline.pipeline import schedule_class
 from fairlead_distributed.parallel.pipeline.stage import RunningStage
 from fairlead_strategies.pipeline.runtime import PipelineStrategy
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fairlead.errors import ConfigError
 from fairlead_distributed._apart import absent
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
-from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages, picture
+from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages
 from fairlead_distributed.parallel.pipeline.tied import Tied
 from fairlead_runs.pipeline_schedule import stage_rank
 from fairlead_strategies.layout import Layout
@@ -203,9 +203,6 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         config, ranks = self._config, self.layout.pipeline
         lines = [f"pipeline of {ranks} ranks, schedule {config.schedule}", *split.described]
         lines += [f"{name} is held by pipeline ranks {', '.join(map(str, held))}" for name, held in split.tied]
-        shown = ranks * config.local_stages + 2 if config.micro_batches == "auto" else config.micro_batches
-        if ranks * config.local_stages <= 4 and shown <= 8:
-            lines += [f"{shown} micro-batches:", picture(config.schedule, ranks, shown, config.local_stages)]
         rank_zero_info("\n".join(lines))
 
     # -- steps
