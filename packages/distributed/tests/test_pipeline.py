@@ -15,7 +15,6 @@ from fairlead_distributed.parallel.pipeline import (
     PipelineStage,
     clip_grad_norm_over_stages,
     layer_costs,
-    measured_costs,
     split_at,
     split_by_cost,
     split_by_counts,
@@ -254,28 +253,6 @@ def test_layers_are_cut_by_numbers_names_and_cost() -> None:
     ]
     assert split_by_cost([10, 1, 1, 1, 1], 2) == [range(1), range(1, 5)]
     assert layer_costs([nn.Linear(3, 2), nn.Tanh()]) == [8.0, 1.0]
-
-
-class Takes(nn.Module):
-    """Longer in its first pass, and in one that something disturbs."""
-
-    def __init__(self, clock: list[float], seconds: float) -> None:
-        super().__init__()
-        self.clock, self.seconds, self.passes = clock, seconds, 0
-
-    def forward(self, value: Tensor) -> Tensor:
-        assert not self.training
-        self.clock[0] += self.seconds + (10.0, 7.0, 0.0, 0.0)[self.passes]
-        self.passes += 1
-        return value + 1
-
-
-def test_what_a_layer_costs_is_measured_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("fairlead_distributed.parallel.pipeline.splitting.time.perf_counter", lambda: clock[0])
-    layers = [Takes(clock, seconds) for seconds in (3.0, 1.0, 2.0)]
-    assert measured_costs(layers, torch.ones(2)) == [3.0, 1.0, 2.0]
-    assert all(layer.training for layer in layers)
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,6 @@ def refusals() -> dict[str, str]:
         "stages": (config(schedule="interleaved_1f1b", stages_per_rank=3), Plain),
         "counts": (config(split=[1, 2]), Plain),
         "names": (config(split=["net.9"]), Plain),
-        "example": (config(split="cost"), Plain),
     }
     said = {}
     for name, (chosen, make) in cases.items():

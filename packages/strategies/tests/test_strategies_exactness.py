@@ -36,7 +36,7 @@ LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE"
         (4, {"name": "ddp", "ddp_comm_hook": "powersgd"}, "not exact"),
         (4, "fsdp2", "exact"),
         (4, {"name": "fsdp2", "save_distributed_checkpoint": True}, "not known"),
-        (4, {"name": "fsdp2", "tensor_parallel_size": 2}, "exact"),
+        (4, {"name": "fsdp2", "tensor": 2}, "exact"),
         (4, {"name": "fsdp2", "process_group_backend": "nccl"}, "not known"),
         (2, {"name": "fsdp2", "process_group_backend": "nccl"}, "exact"),
         (4, "deepspeed_stage_2", "exact"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fairlead_strategies.ddp import DDPMixedPrecision, DDPStrategyConfig
+from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.fields import DeepSpeedOptimizer, DeepSpeedScheduler
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
@@ -16,7 +16,6 @@ from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
 from fairlead_strategies.xla import XLAStrategyConfig
 
 __all__ = [
-    "DDPMixedPrecision",
     "DDPStrategyConfig",
     "DeepSpeedOptimizer",
     "DeepSpeedScheduler",

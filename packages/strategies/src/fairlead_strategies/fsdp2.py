@@ -29,11 +29,10 @@ class FSDP2StrategyConfig(MeshStrategyConfig):
     """Copies of the sharded model (HSDP): each is sharded over `shard` ranks, as over those of a node, and gradients
     are averaged over the copies."""
     shard: SizeOrAuto = "auto"
-    """Ranks that share the shards of one copy; `auto` is what the number of ranks leaves. `data_parallel_size` is
-    accepted too (Lightning's own `auto` is the number of nodes)."""
+    """Ranks that share the shards of one copy; `auto` is what the number of ranks leaves."""
     tensor: int = Field(1, gt=0)
     """Ranks that split each layer, for a module that applies its own plan in `configure_model`; `strategy: hybrid`
-    applies one. `tensor_parallel_size` is accepted too."""
+    applies one."""
 
 
 class FSDP2(MeshStrategy):

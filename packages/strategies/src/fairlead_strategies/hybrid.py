@@ -17,7 +17,6 @@ class HybridStrategyConfig(PipelineFields, ExpertFields, ContextFields, TensorPl
     """Copies, shards, split sequences, split layers and stages of a model, in any combination; and divided experts.
 
     The sizes multiply to the number of ranks; one may be `auto`. `expert` is no factor: its ranks are those of `shard`.
-    torchtitan's and Accelerate's names of them are accepted too.
 
     Example:
         >>> HybridStrategyConfig(tensor=2).layout(8).explained()

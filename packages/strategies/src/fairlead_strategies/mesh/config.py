@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import Field
 
 from fairlead.config_bases import ConfigModel
-from fairlead_strategies.layout import DIMENSIONS, NEIGHBOURS, Layout
+from fairlead_strategies.layout import DIMENSIONS, Layout
 from fairlead_strategies.shared import ClassPaths, ProcessGroupConfig
 
 FloatType = Literal["float32", "float16", "bfloat16"]
@@ -58,34 +58,6 @@ class MeshStrategyConfig(ProcessGroupConfig):
     """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
     whole checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
     them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""
-
-    _spelled: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _neighbours_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(data, dict):
-            return handler(data)
-        renamed: dict[str, Any] = {}
-        spelled: dict[str, str] = {}
-        for key, value in data.items():
-            own = next((one for one in NEIGHBOURS.get(key, ()) if one in cls.model_fields), None)
-            if own is None:
-                renamed[key] = value
-                continue
-            if own in data or own in spelled.values():
-                raise ValueError(f"`{key}` is another name of `{own}`; give one of them")
-            spelled[key] = own
-            rest = value == -1 and key.endswith("_degree")  # torchtitan's word for what is left
-            renamed[own] = "auto" if rest else value
-        config = handler(renamed)
-        config._spelled = spelled
-        return config
-
-    @property
-    def spelled(self) -> Mapping[str, str]:
-        """The neighbours' names that the config was written with, and our field for each."""
-        return self._spelled
 
     def layout(self, world_size: int) -> Layout:
         """The mesh of so many ranks; a ConfigError where the sizes do not fit."""

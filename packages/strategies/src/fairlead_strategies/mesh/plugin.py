@@ -20,7 +20,6 @@ class MeshStrategy(LightningStrategy):
     runtime = "fairlead_strategies.mesh.build:build"
     sharded_state = True
     codes: ClassVar[Mapping[str, str]] = {
-        "mesh-alias": "A size is written with another tool's name.",
         "mesh-checkpoint-io": "`save_distributed_checkpoint` does not fit `checkpoint_io`.",
         "mesh-layout": "How the ranks are laid out, and which size was worked out from the others.",
         "mesh-offload": "The process group of a run with `cpu_offload` cannot reduce what lies in CPU memory.",
@@ -45,9 +44,6 @@ class MeshStrategy(LightningStrategy):
         """Sizes and fields that do not fit the rest of the run."""
         config = resolution.strategy
         assert isinstance(config, MeshStrategyConfig)
-        for theirs, ours in config.spelled.items():
-            what = f"{theirs} is called `{ours}` here, and was taken as that"
-            yield Finding("info", "mesh-alias", what, where=f"trainer.strategy.{theirs}", fix=f"write {ours}")
         try:
             layout = config.layout(resolution.world_size)
         except ConfigError as error:

@@ -28,10 +28,10 @@ class PipelineFields(MeshStrategyConfig):
     the stages' ranks, with which ranks wait for less than a fifth of a step."""
     stages_per_rank: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Stages on each rank; `auto`: as many as the schedule needs, 1 or 2."""
-    split: Literal["parameters", "layers", "cost"] | Numbers | Names = "parameters"
-    """Where the stages begin. `parameters` and `layers` give all stages about as many of them; `cost` measures the
-    forward pass of each layer with the module's `example_input_array`. A list of numbers says how many layers each
-    stage has (`[8, 8, 8]`: the last of four takes the rest); a list of names with which layer each one begins."""
+    split: Literal["parameters", "layers"] | Numbers | Names = "parameters"
+    """Where the stages begin. `parameters` and `layers` give all stages about as many of them. A list of numbers says
+    how many layers each stage has (`[8, 8, 8]`: the last of four takes the rest); a list of names with which layer each
+    one begins."""
     first_stage_less_layers: float = Field(0, ge=0)
     """Layers that the first stage has less than others, since it has other work, such as an embedding."""
     last_stage_less_layers: float = Field(0, ge=0)

@@ -4,7 +4,6 @@ from fairlead_distributed.parallel.pipeline.norm import clip_grad_norm_over_stag
 from fairlead_distributed.parallel.pipeline.pipeline import Pipeline
 from fairlead_distributed.parallel.pipeline.splitting import (
     layer_costs,
-    measured_costs,
     split_at,
     split_by_cost,
     split_by_counts,
@@ -16,7 +15,6 @@ __all__ = [
     "PipelineStage",
     "clip_grad_norm_over_stages",
     "layer_costs",
-    "measured_costs",
     "split_at",
     "split_by_cost",
     "split_by_counts",
