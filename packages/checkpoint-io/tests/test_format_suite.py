@@ -97,7 +97,7 @@ def test_the_example_and_a_format_like_it_pass(tmp_path: Path) -> None:
 
 
 def test_a_format_that_is_not_that_of_the_io_is_caught(tmp_path: Path) -> None:
-    found = said("fairlead_checkpoint_io.own_formats:safetensors", tmp_path)
+    found = said("fairlead_checkpoint_io.checkpoint_format:safetensors", tmp_path)
     assert "none of its formats fits what it saves" in found
     assert "do: name the one that does" in found
 

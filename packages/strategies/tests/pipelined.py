@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fairlead_strategies import HybridStrategyConfig, PipelineParallelStrategyConfig
-from fairlead_strategies.pipeline.build import build
+from fairlead_strategies.mesh_build import build
 
 mixtures: Any = importlib.import_module("expert_runs")  # beside this file
 PADDING, VOCABULARY, TIME = -100, 11, 4

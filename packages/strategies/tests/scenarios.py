@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from fairlead.errors import ConfigError
 from fairlead_strategies import DDPStrategyConfig, FSDP2StrategyConfig, TorchSyncBatchNormLayerSyncConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
-from fairlead_strategies.mesh.build import build as build_fsdp2
-from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.parallelize import is_parallelised
+from fairlead_strategies.mesh_build import build as build_fsdp2
 from fairlead_strategies.sync_batchnorm_runtime import build as build_sync_batchnorm
 
 ranks: Any = importlib.import_module("ranks")  # beside this file

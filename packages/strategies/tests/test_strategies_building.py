@@ -214,7 +214,7 @@ def test_the_units_of_fsdp2() -> None:
     """What `auto` finds: lists of layers, outermost first, without those that share parameters with the rest."""
     from torch import nn
 
-    from fairlead_strategies.mesh.units import blocks
+    from fairlead_strategies.mesh.parallelize import blocks
 
     inner = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2), nn.Identity()])
     model = nn.Sequential(nn.Embedding(5, 2), nn.Sequential(inner), nn.Linear(2, 5))
@@ -233,7 +233,7 @@ def test_units_by_size() -> None:
     """From the inside out; a part of a unit that has enough does not count for what it is in, nor a list of layers."""
     from torch import nn
 
-    from fairlead_strategies.mesh.units import blocks
+    from fairlead_strategies.mesh.parallelize import blocks
 
     small, large = nn.Linear(2, 2), nn.Linear(20, 20)
     model: Any = nn.Sequential(nn.ModuleList([nn.Sequential(small, nn.Linear(2, 2)), large]), nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from fairlead import Finding, PluginManager, PrecisionConfigBase, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.open_union import parse_backend
 from fairlead_strategies import DeepSpeedStrategyConfig
-from fairlead_strategies.deepspeed.fields import ZeroConfig
+from fairlead_strategies.deepspeed.config import ZeroConfig
 from fairlead_strategies.deepspeed.settings import settings_of
 from fairlead_strategies.shared import ProcessGroupConfig
 
@@ -175,7 +175,7 @@ def test_nvme_without_its_library_is_refused_with_the_apt_line(
     """At check by the header, at the start by DeepSpeed's own test program."""
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
-    from fairlead_strategies.deepspeed import nvme
+    from fairlead_strategies.deepspeed import settings as nvme
     from fairlead_strategies.deepspeed.runtime import build
 
     monkeypatch.setattr(nvme, "_FOLDERS", ())

@@ -119,7 +119,7 @@ def fit(epochs: int, clip: float | None, resumed: Path | None = None) -> tuple[p
     net = Net()
     trainer = pl.Trainer(
         accelerator="cpu", devices=RANKS, plugins=[TorchElasticEnvironment()], max_epochs=epochs, logger=False,
-        strategy=importlib.import_module("fairlead_strategies.mesh.build").build(config, context),
+        strategy=importlib.import_module("fairlead_strategies.mesh_build").build(config, context),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=clip,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)

@@ -4,7 +4,11 @@
 """
 
 from fairlead_distributed._sampling import derive_seed
-from fairlead_distributed.activation_checkpointing import checkpoint_layers
+from fairlead_distributed.activation_checkpointing import (
+    SelectiveGradientCheckpointing,
+    checkpoint_layers,
+    checkpoint_scope,
+)
 from fairlead_distributed.alarms import Alarm
 from fairlead_distributed.collectives import (
     ReduceOp,
@@ -32,7 +36,6 @@ from fairlead_distributed.errors import (
 from fairlead_distributed.evaluation import EvaluationSampler, SampleWeightedMean, weighted_mean
 from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.fully_sharded import AdvancedFSDPManager
-from fairlead_distributed.gradient_checkpointing import SelectiveGradientCheckpointing, checkpoint_scope
 from fairlead_distributed.gradients import clip_grad_norm, no_sync
 from fairlead_distributed.info import (
     DistributedInfo,

@@ -24,21 +24,18 @@ from fairlead_distributed import clip_grad_norm, no_sync
 from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
-from fairlead_strategies.mesh.checkpoint import destinations, tuples_kept
-from fairlead_strategies.mesh.config import MeshStrategyConfig
-from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightnings_mesh, make_mesh
-from fairlead_strategies.mesh.fields import TensorPlanConfig
+from fairlead_strategies.mesh.config import MeshStrategyConfig, TensorPlanConfig
+from fairlead_strategies.mesh.device_mesh import RanksOnMesh, agree_on_random_numbers, lightnings_mesh, make_mesh
 from fairlead_strategies.mesh.full_state import (
     cut_model,
     cut_optimizer,
+    destinations,
     forget_absent,
     model_on_first_rank,
     optimizer_on_first_rank,
+    tuples_kept,
 )
-from fairlead_strategies.mesh.parallelize import parallelize
-from fairlead_strategies.mesh.ranks import RanksOnMesh
-from fairlead_strategies.mesh.steps import gather_for_steps
-from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.parallelize import gather_for_steps, is_parallelised, parallelize
 
 
 class MeshStrategy(RanksOnMesh, ModelParallelStrategy):

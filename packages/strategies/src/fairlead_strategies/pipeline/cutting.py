@@ -16,10 +16,9 @@ from fairlead_distributed.parallel.pipeline.splitting import (
     split_by_cost,
     split_by_counts,
 )
+from fairlead_strategies.mesh.config import ExpertFields, PipelineFields, TensorPlanConfig
 from fairlead_strategies.mesh.experts import lists_of_experts
-from fairlead_strategies.mesh.fields import ExpertFields, TensorPlanConfig
 from fairlead_strategies.mesh.parallelize import plan_of_strategy
-from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.shared import load_classes
 
 

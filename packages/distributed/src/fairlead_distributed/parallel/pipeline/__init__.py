@@ -1,6 +1,6 @@
 """Pipeline parallelism for any PyTorch loop: each rank holds some of the layers, and passes activations on."""
 
-from fairlead_distributed.parallel.pipeline.norm import clip_grad_norm_over_stages
+from fairlead_distributed.parallel.pipeline.between_stages import clip_grad_norm_over_stages
 from fairlead_distributed.parallel.pipeline.pipeline import Pipeline
 from fairlead_distributed.parallel.pipeline.splitting import (
     layer_costs,

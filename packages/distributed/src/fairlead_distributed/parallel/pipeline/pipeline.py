@@ -20,10 +20,9 @@ from torch.distributed.pipelining import (
 
 from fairlead.engines import too_old
 from fairlead.errors import ConfigError
-from fairlead_distributed.parallel.pipeline.inference import run_forward
-from fairlead_distributed.parallel.pipeline.micro_batches import cut, digest, joined, rows_of, signature
+from fairlead_distributed.parallel.pipeline.between_stages import Tied, add_up
+from fairlead_distributed.parallel.pipeline.micro_batches import cut, digest, joined, rows_of, run_forward, signature
 from fairlead_distributed.parallel.pipeline.stage import RunningStage
-from fairlead_distributed.parallel.pipeline.tied import Tied, add_up
 from fairlead_runs.pipeline_schedule import SCHEDULES, Schedule, choose_micro_batches, stage_rank
 
 _KEPT = 4  # schedules laid out for different shapes of batches
