@@ -62,9 +62,7 @@ from fairlead_distributed.rng import isolated_rng, rng_state, set_rng_state
 from fairlead_distributed.sampler import ResumableDistributedSampler
 from fairlead_distributed.sampler import ResumableDistributedSampler as DistributedSampler
 from fairlead_distributed.seeding import (
-    SampleIndex,
     SampleRNG,
-    SeededSamples,
     global_mean_std,
     sample_rng,
     seeded_split,
@@ -109,10 +107,8 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "ResumableDistributedSampler",
-    "SampleIndex",
     "SampleRNG",
     "SampleWeightedMean",
-    "SeededSamples",
     "SelectiveGradientCheckpointing",
     "TensorMismatchError",
     "all_gather",
