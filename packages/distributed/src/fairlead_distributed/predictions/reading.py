@@ -110,9 +110,9 @@ class LoaderPredictions(_Samples):
 class Predictions(_Samples):
     """The predictions in a folder, in the order of the dataset, each sample once, read when they are asked for.
 
-    What `predict_step` returned for a batch is taken apart: a tensor gives its row, a list its item, and a dict, tuple
-    or dataclass of these one with the row or item of each. An object of a class that this process does not know comes
-    as a `types.SimpleNamespace`. With several loaders, the samples of the first come first; `loaders` has each apart.
+    What `predict_step` returned for a batch is taken apart: a tensor gives its row, a list its item, and a dict or
+    tuple of these one with the row or item of each; a named tuple or dataclass comes as a dict, an array as a tensor.
+    With several loaders, the samples of the first come first; `loaders` has each apart.
 
     It holds 16 bytes a sample in memory, no predictions.
 
