@@ -1,10 +1,8 @@
-"""Whole checkpoints of a model in which some parameters lie on some ranks only (those of its experts), and where the
-parts of a checkpoint are read into.
-"""
+"""Whole checkpoints of a model in which some parameters lie on some ranks only: those of its experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, zeros
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -29,10 +27,6 @@ def like(value: Any, own: Any) -> Any:
     return distribute_tensor(value.to(device), own.device_mesh, own.placements, src_data_rank=None)
 
 
-Key = tuple[str | int, ...]
-"""Where a tensor is in a checkpoint: the keys that lead to it."""
-
-
 @contextmanager
 def tuples_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """What was a tuple in a group before a load in the block is one after it: torch makes lists of them on the way."""
@@ -42,35 +36,6 @@ def tuples_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, tuples in zip(groups, names, strict=True):
         group.update({name: tuple(group[name]) for name in tuples})
-
-
-def destinations(
-    model: Module, optimizers: Iterable[Optimizer]
-) -> Callable[[Key, torch.Size, torch.dtype], torch.Tensor | None]:
-    """Which tensor to read into, for a key in Lightning's checkpoint; see `ShardedLoads`.
-
-    Weights are read where they are. The state of a parameter is laid out as the parameter is; what has another shape
-    is held whole by each rank.
-    """
-    weights = plain_state(get_model_state_dict(model))
-    parameters = {name: value for name, value in weights.items() if isinstance(value, DTensor)}
-    count = sum(1 for _ in optimizers)
-
-    def destination(key: Key, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        if key[0] in ("state_dict", "model"):
-            own = weights.get(str(key[1]))
-            fits = isinstance(own, torch.Tensor) and own.shape == size and own.dtype == dtype
-            return own if fits else None
-        known = len(key) == 4 and key[1] == "state" and key[0] in {f"optimizer_{i}" for i in range(count)}
-        parameter = parameters.get(str(key[2])) if known else None
-        if parameter is None or (not size and parameter.ndim):
-            return None
-        if parameter.shape == size:
-            return torch.empty_like(parameter, dtype=dtype)
-        mesh = parameter.device_mesh
-        return zeros(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
-
-    return destination
 
 
 Held = Mapping[Any, tuple[Any, Any]]
@@ -98,7 +63,7 @@ def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | No
             apart[key] = value
             speaks = first_rank(parameter.device_mesh) == dist.get_rank()
     announced: list[Any] = [None] * size
-    announcement = {key: _kind(value) for key, value in apart.items()} if speaks else {}
+    announcement = {key: announced_as(value) for key, value in apart.items()} if speaks else {}
     dist.all_gather_object(announced, announcement, group=group)
     for key, value in apart.items():
         full = _full(value)
@@ -200,6 +165,6 @@ def _full(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _kind(value: Any) -> tuple[Any, Any, Any]:
+def announced_as(value: Any) -> tuple[Any, Any, Any]:
     """What travels with the announcement: a value, or shape and format of a tensor that follows."""
     return (None, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value, None, None)

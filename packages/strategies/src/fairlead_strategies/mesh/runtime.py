@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm, no_sync
+from fairlead_distributed.fsdp_state import destinations
 from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
@@ -29,7 +30,6 @@ from fairlead_strategies.mesh.device_mesh import RanksOnMesh, agree_on_random_nu
 from fairlead_strategies.mesh.full_state import (
     cut_model,
     cut_optimizer,
-    destinations,
     forget_absent,
     model_on_first_rank,
     optimizer_on_first_rank,
@@ -203,7 +203,8 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         assert self.lightning_module is not None
         found = None
         if path.is_dir() and isinstance(io, ShardedLoads):
-            found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
+            own = plain_state(get_model_state_dict(self.model))
+            found = io.load_shards(path, destinations(own, self.optimizers), weights_only)
         if found is None and path.is_dir():
             with tuples_kept(self.optimizers):
                 found = super().load_checkpoint(path, weights_only)

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import absent, on_all_ranks
-from fairlead_strategies.mesh.full_state import Held, like, on_first_rank
+from fairlead_strategies.mesh.full_state import Held, announced_as, like, on_first_rank
 from fairlead_strategies.pipeline.stages import Names
 
 
@@ -81,20 +81,20 @@ def gather(
         full = on_first_rank(own, device, stage)
     else:
         full = {name: _full(value, stage) for name, (value, _) in own.items()}
-    kinds = {n: _kind(v) for n, v in full.items()}
+    kinds = {n: announced_as(v) for n, v in full.items()}
     announced: list[Any] = [None] * ranks
     dist.all_gather_object(announced, kinds, group=group)
     found: dict[str, Any] = {}
     for owner, theirs in enumerate(announced):
-        for name, kind in theirs.items():
+        for name, (value, shape, dtype) in theirs.items():
             if name in found:
                 continue
-            if not isinstance(kind, tuple):
-                found[name] = kind.value
+            if dtype is None:
+                found[name] = value
                 continue
-            shape, dtype = kind
             if everyone:
-                there = full[name].to(device).contiguous() if rank == owner else _empty(shape, dtype, device)
+                here = rank == owner
+                there = full[name].to(device).contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
                 dist.broadcast(there, group_src=owner, group=group)
                 mine = full.get(name, there)  # of a weight that several hold, which may have come apart
                 # A copy: what is compared later must not be clipped or trained on meanwhile.
@@ -107,25 +107,10 @@ def gather(
             else:
                 found[name] = None
                 if rank == 0:
-                    there = _empty(shape, dtype, device)
+                    there = torch.empty(shape, dtype=dtype, device=device)
                     dist.recv(there, group_src=owner, group=group)
                     found[name] = there.cpu()
     return found if everyone or rank == 0 else {}
-
-
-class _Value:
-    """Something that is no tensor and travels with the announcement."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _kind(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else _Value(value)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _full(value: Any, stage: dist.ProcessGroup | None) -> Any:
