@@ -75,8 +75,8 @@ ENVIRONMENT_PLACES = {
         "Subscript",
     ): "the ranks that Lightning starts from here inherit the run",
     ("fairlead_distributed.run.opening", "pop"): "and after they have started, it is taken back",
-    ("fairlead_checkpoint_io.commands.deepspeed_folder", "Subscript"): "torch has no other switch against unpickling",
-    ("fairlead_checkpoint_io.commands.deepspeed_folder", "get"): "which is set back to what it was",
+    ("fairlead_checkpoint_io.commands.other_tools", "Subscript"): "torch has no other switch against unpickling",
+    ("fairlead_checkpoint_io.commands.other_tools", "get"): "which is set back to what it was",
 }
 # Module-level state that the design allows.
 STATE_PLACES = {

@@ -102,16 +102,16 @@ def test_what_is_handed_on_can_be_loaded(run: Callable[..., Call], user: Path) -
         assert run(*words.split()).code == 0
     assert run("export", "runs/job", "-o", "model").code == 0
     card = (user / "model" / "README.md").read_text()
-    for fact in ("mine.model:Model", "| step | 8 |", "| train/loss |", f"| torch | {torch.__version__}"):
+    for fact in ("mine.model:Model", "| step | 8 |", "| train/loss |"):
         assert fact in card, card
-    with_fairlead, without = blocks("python", card)
+    (with_fairlead,) = blocks("python", card)
     check = (
         "import torch\n"
         "saved = torch.load('runs/job/checkpoints/step-00000008/state.ckpt', weights_only=True)['state_dict']\n"
         "assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())\n"
     )
     plain = "model = Model.load_from_checkpoint('one.ckpt')\n"
-    done = python(with_fairlead + check + without + check + plain + check, user)
+    done = python(with_fairlead + check + "from mine.model import Model\n" + plain + check, user)
     assert done.returncode == 0, done.stderr
     (user / "model" / "job.yaml").write_text("changed")
     assert run("verify", "model").code == 1

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import fairlead_distributed.parallel._attention as attention
-import fairlead_distributed.parallel._context_mode as context_mode
+import fairlead_distributed.parallel._context as split_sequences
 import fairlead_distributed.parallel._layers as layers
 import fairlead_distributed.parallel.context as context
 import fairlead_distributed.parallel.expert as expert
@@ -211,7 +210,7 @@ def context_off() -> Iterator[None]:
 @contextmanager
 def keys_of_own_queries() -> Iterator[None]:
     """Keys and values get no gradient from the queries of other ranks (Megatron-LM #1464)."""
-    with patch.object(attention, "gather_for_parts", gather_for_all):
+    with patch.object(split_sequences, "gather_for_parts", gather_for_all):
         yield
 
 
@@ -353,7 +352,7 @@ def clipped_before_it_is_reduced() -> AbstractContextManager[None]:
 @contextmanager
 def positions_of_each_rank() -> Iterator[None]:
     """`torch.arange` over the tokens that a rank holds counts from 0."""
-    with patch.object(context_mode, "_counts_to", lambda length, args, kwargs: False):
+    with patch.object(split_sequences, "_counts_to", lambda length, args, kwargs: False):
         yield
 
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fairlead_distributed.parallel.pipeline.pipeline as pipeline
+import fairlead_strategies.pipeline.gathering as optimizers
 import fairlead_strategies.pipeline.model as model
-import fairlead_strategies.pipeline.optimizers as optimizers
 import fairlead_strategies.pipeline.runtime as runtime
 from fairlead_distributed import clip_grad_norm
 from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages
-from fairlead_distributed.parallel.pipeline.picture import schedule_class
+from fairlead_distributed.parallel.pipeline.pipeline import schedule_class
 from fairlead_distributed.parallel.pipeline.stage import RunningStage
 from fairlead_strategies.pipeline.runtime import PipelineStrategy
 

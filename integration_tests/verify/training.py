@@ -29,12 +29,14 @@ from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPStrategyConfig
-from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
 from fairlead_strategies.fsdp_runtime import build as build_fsdp
-from fairlead_strategies.hybrid import HybridStrategyConfig
-from fairlead_strategies.pipeline.build import build as build_mesh
-from fairlead_strategies.pipeline_parallel import PipelineParallelStrategyConfig
-from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
+from fairlead_strategies.mesh.plugins import (
+    FSDP2StrategyConfig,
+    HybridStrategyConfig,
+    PipelineParallelStrategyConfig,
+    TensorParallelStrategyConfig,
+)
+from fairlead_strategies.mesh_build import build as build_mesh
 from integration_tests.verify.loaders import SPLIT_BY_THEMSELVES, Loaded
 from integration_tests.verify.models import MODELS
 

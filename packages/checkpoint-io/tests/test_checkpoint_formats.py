@@ -81,7 +81,7 @@ def test_verify_of_it_imports_no_torch(fairlead: Command, tmp_path: Path) -> Non
     fairlead("convert", "a.ckpt", "folder", "--to", "npy")
     program = (
         "import sys; from pathlib import Path; from fairlead_npy.npy_format import npy\n"
-        "print(npy.fits(Path('folder')), npy.call(npy.verify, Path('folder'), int).damage, 'torch' in sys.modules)"
+        "print(npy.fits(Path('folder')), npy.call(npy.verify, Path('folder')).damage, 'torch' in sys.modules)"
     )
     environ = {"PYTHONPATH": ":".join([str(NPY), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True)

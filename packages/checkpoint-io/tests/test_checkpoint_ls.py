@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import os
 import shutil
@@ -17,9 +15,7 @@ import pytest
 from checkpoint_files import Command, flip, saved
 
 from fairlead import PluginManager
-from fairlead.cli.session import Session
 from fairlead.install import install_line
-from fairlead_checkpoint_io.commands import verify
 from fairlead_checkpoint_io.commands.sources import size_text
 from fairlead_runs.commit import Checkpoint, FileHash, keep_forever, stage
 from fairlead_runs.commit.manifest import Manifest
@@ -238,23 +234,6 @@ def test_an_unreadable_file_is_damage_and_not_the_end(fairlead: Command, root: P
     path.symlink_to(path)  # no permission bit stops root
     said = fairlead("verify", root)
     assert (said.code, "state.ckpt: cannot be read: Too many levels of symbolic links" in said.out) == (1, True)
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_only(root: Path, tmp_path: Path) -> None:
-    saved(root, 10)
-    shown = []
-    for stream in (_Terminal(), io.StringIO()):
-        arguments = argparse.Namespace(path="runs/gpt", newest=False, threads=1, json=False)
-        session = Session(PluginManager([]), {}, tmp_path, stdout=io.StringIO(), stderr=stream)
-        assert verify.run(arguments, session) == 0
-        shown.append(stream.getvalue())
-    assert "of 17 B" in shown[0]
-    assert shown[1] == ""
 
 
 def test_sizes_are_said_for_people() -> None:

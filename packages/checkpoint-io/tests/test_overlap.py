@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.async_file_runtime import AsyncFileCheckpointIO
-from fairlead_checkpoint_io.files.overlap import OverlappedCopies, storages_of
+from fairlead_checkpoint_io.files.snapshot import OverlappedCopies, storages_of
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fairlead.errors import CheckpointError
 from fairlead_checkpoint_io import DistributedCheckpointIOConfig, TorchCheckpointIOConfig
 from fairlead_checkpoint_io.distributed_shards.runtime import DistributedCheckpointIO
-from fairlead_checkpoint_io.files.metadata import read_contents
+from fairlead_checkpoint_io.files.shards import read_contents
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
 from fairlead_runs.commit import Manifest, hash_file
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fairlead_distributed import AddressNotFoundError, AddressUnreachableError, PortError, bind_listener, tcp_store
-from fairlead_distributed.listener import StartListener, find_store
+from fairlead_distributed.opening import StartListener, find_store
 
 JOB = "job 12, step 0, restart 0"
 

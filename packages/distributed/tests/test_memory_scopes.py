@@ -12,8 +12,8 @@ from fairlead.errors import ConfigError
 from fairlead_distributed import (
     AdvancedFSDPManager,
     SelectiveGradientCheckpointing,
+    activation_checkpointing,
     checkpoint_scope,
-    gradient_checkpointing,
     memory_pool_scope,
 )
 from fairlead_distributed.activation_checkpointing import is_checkpointed
@@ -87,7 +87,7 @@ def test_a_scope_recomputes_the_layers_of_what_is_called_in_it(backward_inside: 
     assert calls(model) == [2] * 8
     assert peak < most / 2
     assert not any(map(is_checkpointed, model.modules()))
-    with gradient_checkpointing.checkpoint_scope():
+    with activation_checkpointing.checkpoint_scope():
         model[0](torch.ones(2, 16)).sum().backward()
     model[0](torch.ones(2, 16)).sum().backward()
     assert calls(model)[0] == 2 + 2 + 1

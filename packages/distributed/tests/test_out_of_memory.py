@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fairlead_distributed.run.out_of_memory import NOTE, note_out_of_memory
+from fairlead_distributed.run.failure_watch import NOTE, note_out_of_memory
 
 LOOP = """
 import torch

@@ -15,9 +15,6 @@ from fairlead_distributed.parallel.pipeline import (
     PipelineStage,
     clip_grad_norm_over_stages,
     layer_costs,
-    measured_bubble,
-    measured_costs,
-    picture,
     split_at,
     split_by_cost,
     split_by_counts,
@@ -258,28 +255,6 @@ def test_layers_are_cut_by_numbers_names_and_cost() -> None:
     assert layer_costs([nn.Linear(3, 2), nn.Tanh()]) == [8.0, 1.0]
 
 
-class Takes(nn.Module):
-    """Longer in its first pass, and in one that something disturbs."""
-
-    def __init__(self, clock: list[float], seconds: float) -> None:
-        super().__init__()
-        self.clock, self.seconds, self.passes = clock, seconds, 0
-
-    def forward(self, value: Tensor) -> Tensor:
-        assert not self.training
-        self.clock[0] += self.seconds + (10.0, 7.0, 0.0, 0.0)[self.passes]
-        self.passes += 1
-        return value + 1
-
-
-def test_what_a_layer_costs_is_measured_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("fairlead_distributed.parallel.pipeline.splitting.time.perf_counter", lambda: clock[0])
-    layers = [Takes(clock, seconds) for seconds in (3.0, 1.0, 2.0)]
-    assert measured_costs(layers, torch.ones(2)) == [3.0, 1.0, 2.0]
-    assert all(layer.training for layer in layers)
-
-
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
@@ -294,24 +269,11 @@ def test_a_cut_that_does_not_fit_is_refused_with_numbers(cut: Any, words: str) -
         cut()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("micro_batches", [4, 8, 16])
-def test_the_bubble_of_the_formula_is_that_of_the_order_in_which_ranks_work(ranks: int, micro_batches: int) -> None:
-    one_stage: tuple[Schedule, ...] = ("gpipe", "1f1b")
-    for schedule in one_stage:
-        assert measured_bubble(schedule, ranks, micro_batches) == pytest.approx(bubble_fraction(ranks, micro_batches))
-    looped = bubble_fraction(ranks, micro_batches, stages_per_rank=2)
-    assert measured_bubble("interleaved_1f1b", ranks, micro_batches) == pytest.approx(looped)
-    zero: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv_zero_bubble")
-    for schedule in zero:
-        assert measured_bubble(schedule, ranks, micro_batches) < bubble_fraction(ranks, micro_batches)
-
-
-def test_a_schedule_is_drawn() -> None:
-    assert picture("1f1b", ranks=2, micro_batches=3).splitlines() == [
-        "rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===",
-        "rank 1 | .  F0 B0=== F1 B1=== F2 B2=== .  .",
-    ]
+def test_the_bubble_is_the_share_of_a_step_in_which_ranks_wait() -> None:
+    """Of GPipe and 1F1B; with several stages a rank, the first micro-batch is through sooner."""
+    assert bubble_fraction(4, 12) == pytest.approx(3 / 15)
+    assert bubble_fraction(2, 8) == pytest.approx(1 / 9)
+    assert bubble_fraction(4, 12, stages_per_rank=2) == pytest.approx(3 / 27)
 
 
 def test_a_batch_is_cut_into_what_divides_it_and_the_schedule_takes() -> None:

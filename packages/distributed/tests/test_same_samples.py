@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairlead_distributed.same_samples import batch_fingerprint, ranks_with_the_same, workers_read_the_same
+from fairlead_distributed.run.silent_faults import batch_fingerprint, ranks_with_the_same, workers_read_the_same
 
 
 def prints(*names: str) -> list[bytes | None]:

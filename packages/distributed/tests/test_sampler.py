@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead_distributed import NotInitializedError, ResumableDistributedSampler, SampleIndex
+from fairlead_distributed import NotInitializedError, ResumableDistributedSampler
 from fairlead_distributed.testing import run_ranks
 
 State = dict[str, Any]
@@ -331,14 +331,11 @@ def test_nothing_is_left_for_a_loader_that_drops_the_rest() -> None:
 
 def test_lightning_and_loaders_take_it_for_torchs_own() -> None:
     """Another class would be wrapped, and sharded twice."""
-    sampler = ResumableDistributedSampler([1, 2, 3], num_replicas=2, rank=1, seed=4, tag_epoch=True)
+    sampler = ResumableDistributedSampler([1, 2, 3], num_replicas=2, rank=1, seed=4)
     assert isinstance(sampler, DistributedSampler)
     sampler.advance(2)
     copy = pickle.loads(pickle.dumps(sampler))
     assert (list(copy), copy.state_dict()) == (list(sampler), sampler.state_dict())
-    (index,) = sampler
-    assert isinstance(index, SampleIndex)
-    assert index.epoch == 0
 
 
 def test_a_state_of_another_order_is_refused() -> None:

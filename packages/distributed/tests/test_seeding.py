@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import random
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import (
-    ResumableDistributedSampler,
-    SampleIndex,
-    SeededSamples,
     global_mean_std,
     rng_state,
     sample_rng,
@@ -48,39 +44,6 @@ class Noisy(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
-
-
-def augmented(workers: int, consumed: int, epochs: int = 2) -> list[list[list[float]]]:
-    """The epochs' samples as trained on, from a position on; Subset hides the outer index from the inner dataset."""
-    data = SeededSamples(Subset(Noisy(), list(range(9, -1, -1))), seed=3)
-    sampler = ResumableDistributedSampler(data, tag_epoch=True)
-    sampler.consumed = consumed
-    loader = DataLoader(data, 2, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
-    return [[row for batch in sampler.batches(loader) for row in batch.tolist()] for _ in range(epochs)]
-
-
-def test_augmentation_resumes_exactly() -> None:
-    """In the main process, in two workers, and in workers that start in the middle of an epoch."""
-    random.seed(1)
-    first, second = augmented(0, 0)
-    random.seed(2)
-    torch.manual_seed(2)
-    before = rng_state()
-    assert augmented(0, 4) == [first[4:], second]
-    assert str(rng_state()["python"]) == str(before["python"])  # the model's own randomness is not touched
-    assert augmented(2, 0) == [first, second]
-    assert augmented(2, 6) == [first[6:], second]
-    noise = [tuple(row[1:]) for row in first + second]
-    assert len(set(noise)) == 20
-
-
-def test_an_index_keeps_its_epoch_and_is_a_number() -> None:
-    index = pickle.loads(pickle.dumps(SampleIndex(3, epoch=7)))
-    assert (index, index.epoch, type(index)) == (3, 7, SampleIndex)
-    assert [10, 11, 12, 13][index] == 13
-    assert torch.arange(5)[index].item() == np.arange(5)[index] == 3
-    with pytest.raises(ConfigError, match="without its epoch"):
-        SeededSamples([1, 2], seed=0)[1]
 
 
 @settings(max_examples=100, deadline=None)

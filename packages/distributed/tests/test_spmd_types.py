@@ -21,10 +21,10 @@ from spmd_types.rulecheck import rulecheck
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import fairlead_distributed.parallel._attention as attention
 import fairlead_distributed.parallel._comm as comm
+import fairlead_distributed.parallel._context as attention
+import fairlead_distributed.parallel._context as sequence
 import fairlead_distributed.parallel._layers as layers
-import fairlead_distributed.parallel._sequence as sequence
 import fairlead_distributed.parallel.tensor as tensor
 from fairlead_distributed.parallel._local import group_of, local, read_locally
 from fairlead_distributed.parallel.context import parallelize_context

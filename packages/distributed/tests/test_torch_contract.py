@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import _traverse
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.pipelining import PipelineStage, _schedule_visualizer
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
@@ -34,7 +34,6 @@ PARTS: dict[str, tuple[Any, str]] = {
         torch._C,
         "DisableTorchFunction",
     ),
-    "parallel.pipeline.picture: draw the schedule from its printed form": (_schedule_visualizer, "get_schedule_ops"),
     "activation_checkpointing: tell operators by their names": (torch._ops, "OpOverload"),
     "memory_pool: count allocations by a hook of saved tensors": (_python_dispatch, "TorchDispatchMode"),
     "parallel.pipeline.stage: free what was received by hand": (PipelineStage, "_get_recv_ops"),

@@ -11,7 +11,7 @@ import pytest
 
 from fairlead.errors import FairleadError
 from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.run.checksums import check_for, help_to_compare
+from fairlead_distributed.run.resume_source import check_for, help_to_compare
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import checkpoint_name, manifest, publish, stage, write_file
 from fairlead_runs.commit.files import FileHash, hash_file

@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from fairlead_distributed import EvaluationSampler, all_reduce
-from fairlead_distributed.evaluation_loaders import evaluation_loader, shard_of, why_kept
+from fairlead_distributed.evaluation import evaluation_loader, shard_of, why_kept
 from fairlead_distributed.testing import run_ranks
 from fairlead_lightning.resume.averages import AverageOverRanks
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fairlead import Fairlead
 from fairlead.config import CheckpointConfig
 from fairlead.errors import RunFailedError
-from fairlead_distributed.finite import non_finite_weights
+from fairlead_distributed.run.silent_faults import non_finite_weights
 from fairlead_distributed.testing import run_ranks
 
 

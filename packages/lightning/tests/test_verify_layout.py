@@ -37,7 +37,7 @@ def sizes(full: bool = False, **trainer: Any) -> list[Layout]:
         (16, "fsdp2", 2, None),  # `auto` fits any world
         (16, {"name": "fsdp2", "replicate": 4, "shard": 4}, 4, {"name": "fsdp2", "replicate": 2, "shard": 2}),
         (128, {"name": "hybrid", "shard": 16, "tensor": 8}, 4, {"name": "hybrid", "shard": 2, "tensor": 2}),
-        (16, {"name": "hybrid", "tensor_parallel_degree": 8}, 4, {"name": "hybrid", "tensor": 2}),
+        (16, {"name": "hybrid", "tensor": 8}, 4, {"name": "hybrid", "tensor": 2}),
     ],
 )
 def test_each_dimension_above_one_is_two(devices: int, strategy: Any, ranks: int, changed: Any) -> None:

@@ -17,9 +17,8 @@ from fairlead_planning.trace import Work, trace
 from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPStrategyConfig
-from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
-from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.layout import Layout as Mesh
+from fairlead_strategies.mesh.plugins import FSDP2StrategyConfig, HybridStrategyConfig
 
 
 class Block(nn.Module):

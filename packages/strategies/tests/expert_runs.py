@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import NonFiniteGradientError, clip_grad_norm, first_divergence
-from fairlead_distributed._apart import absent
+from fairlead_distributed._sharded import absent
 from fairlead_distributed.full_state import full_gradients
 from fairlead_strategies import HybridStrategyConfig
 from fairlead_strategies.mesh.experts import ExpertMeshes, Experts
-from fairlead_strategies.pipeline.build import build
+from fairlead_strategies.mesh_build import build
 
 mesh_runs: Any = importlib.import_module("mesh_runs")  # beside this file
 EXPERTS = 4

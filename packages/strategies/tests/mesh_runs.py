@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fairlead_distributed.full_state import full_gradients, full_parameters
-from fairlead_strategies.mesh.build import build
 from fairlead_strategies.mesh.config import MeshStrategyConfig
+from fairlead_strategies.mesh_build import build
 
 ranks: Any = importlib.import_module("ranks")  # beside this file
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

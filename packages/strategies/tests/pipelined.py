@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fairlead_strategies import HybridStrategyConfig, PipelineParallelStrategyConfig
-from fairlead_strategies.pipeline.build import build
+from fairlead_strategies.mesh_build import build
 
 mixtures: Any = importlib.import_module("expert_runs")  # beside this file
 PADDING, VOCABULARY, TIME = -100, 11, 4
@@ -387,7 +387,6 @@ def refusals() -> dict[str, str]:
         "stages": (config(schedule="interleaved_1f1b", stages_per_rank=3), Plain),
         "counts": (config(split=[1, 2]), Plain),
         "names": (config(split=["net.9"]), Plain),
-        "example": (config(split="cost"), Plain),
     }
     said = {}
     for name, (chosen, make) in cases.items():

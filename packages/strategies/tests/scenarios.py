@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from fairlead.errors import ConfigError
 from fairlead_strategies import DDPStrategyConfig, FSDP2StrategyConfig, TorchSyncBatchNormLayerSyncConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
-from fairlead_strategies.mesh.build import build as build_fsdp2
-from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.parallelize import is_parallelised
+from fairlead_strategies.mesh_build import build as build_fsdp2
 from fairlead_strategies.sync_batchnorm_runtime import build as build_sync_batchnorm
 
 ranks: Any = importlib.import_module("ranks")  # beside this file
@@ -232,41 +232,6 @@ def ddp_accumulate() -> dict[str, Any]:
     return {**found, "counts": calls.counts}
 
 
-class Plain(Net):
-    """Without momentum, so that averaged weights are all there is to average."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-def ddp_local_sgd() -> dict[str, Any]:
-    """Against the same by hand in one process: a model for each rank, averaged after steps 3, 5 and 7."""
-    strategy = ddp(local_sgd_period=2, local_sgd_start_iter=2, local_sgd_within="rank")
-    module, _ = pair(strategy, Plain)
-    copies = [seeded(Plain, 100) for _ in range(world)]
-    optimizers = [copy.configure_optimizers() for copy in copies]
-    parameters = list(zip(*(copy.parameters() for copy in copies), strict=True))
-    for step in range(8):
-        start = step % 4 * 8
-        for number, copy in enumerate(copies):
-            optimizers[number].zero_grad()
-            copy.loss([part[start : start + 8][number::world] for part in data.tensors]).backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for same in parameters if step < 2 else ():
-                mean = sum(one.grad for one in same) / world
-                for one in same:
-                    one.grad = mean.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-            for same in parameters if step in (2, 4, 6) else ():
-                mean = sum(same) / world
-                for one in same:
-                    one.copy_(mean)
-    moved = apart(weights(seeded(Plain, 100)), weights(module))
-    between = apart(weights(copies[0]), weights(copies[1]))
-    return {"apart": apart(weights(copies[rank]), weights(module)), "moved": moved, "between": between}
-
-
 def ddp_hook(**fields: Any) -> dict[str, Any]:
     calls = Calls()
     return {**compare(ddp(**fields), callbacks=[calls]), "hook": calls.hook}
@@ -426,10 +391,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "ddp_unused": lambda: compare(ddp(find_unused_parameters=True), Branching),
     "ddp_buckets": ddp_buckets,
     "ddp_accumulate": ddp_accumulate,
-    "ddp_local_sgd": ddp_local_sgd,
-    "ddp_options": lambda: compare(
-        ddp(broadcast_buffers=False, find_unused_parameters=True, skip_all_reduce_unused_params=True), Branching
-    ),
+    "ddp_options": lambda: compare(ddp(broadcast_buffers=False, find_unused_parameters=True), Branching),
     "ddp_fp16": lambda: ddp_hook(ddp_comm_hook="fp16"),
     "ddp_powersgd": lambda: ddp_hook(ddp_comm_hook="powersgd", powersgd_rank=2, powersgd_start_iter=2),
     "ddp_fp16_fabric": ddp_hook_fabric,

@@ -220,7 +220,6 @@ def test_what_cannot_be_a_pipeline_is_refused_on_all_ranks() -> None:
         "stages": "5 layers cannot be split into 6 stages",
         "counts": "1 + 2 layers do not make 2 stages of a model of 5 layers",
         "names": "no layer of the pipeline is called 'net.9'",
-        "example": "has no example_input_array",
         "batches": "were given different batches",
     }
     for name, words in expected.items():

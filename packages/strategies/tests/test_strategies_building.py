@@ -21,7 +21,6 @@ from fairlead.errors import ConfigError, MissingDependencyError, UserCodeError
 from fairlead.install import install_line
 from fairlead.open_union import parse_backend
 from fairlead_strategies import (
-    DDPMixedPrecision,
     DDPStrategyConfig,
     DeepSpeedStrategyConfig,
     FSDP2StrategyConfig,
@@ -134,29 +133,17 @@ def test_single_device_takes_the_first_chosen_device(
 
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
 def test_ddp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
-    import torch
-
     fields: dict[str, Any] = {
         "broadcast_buffers": False,
         "init_sync": False,
         "find_unused_parameters": True,
-        "skip_all_reduce_unused_params": True,
         "gradient_as_bucket_view": True,
         "static_graph": True,
         "bucket_cap_mb": 3,
     }
-    config = DDPStrategyConfig(mixed_precision=DDPMixedPrecision(param_dtype="bfloat16"), **fields)
+    config = DDPStrategyConfig(**fields)
     assert DDPStrategyConfig.model_validate(json.loads(config.model_dump_json())) == config
-    given = build(config, ranks.context(config, engine))._ddp_kwargs
-    formats = given.pop("mixed_precision")
-    assert (formats.param_dtype, formats.reduce_dtype) == (torch.bfloat16, None)
-    assert given == fields
-    averaging = DDPStrategyConfig(local_sgd_period=4)
-    if engine == "trainer":
-        assert build(averaging, ranks.context(averaging))._model_averaging_period == 4
-    else:
-        with pytest.raises(ConfigError, match="Fabric does not average weights"):
-            build(averaging, ranks.context(averaging, "fabric"))
+    assert build(config, ranks.context(config, engine))._ddp_kwargs == fields
 
 
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
@@ -227,7 +214,7 @@ def test_the_units_of_fsdp2() -> None:
     """What `auto` finds: lists of layers, outermost first, without those that share parameters with the rest."""
     from torch import nn
 
-    from fairlead_strategies.mesh.units import blocks
+    from fairlead_strategies.mesh.parallelize import blocks
 
     inner = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2), nn.Identity()])
     model = nn.Sequential(nn.Embedding(5, 2), nn.Sequential(inner), nn.Linear(2, 5))
@@ -246,7 +233,7 @@ def test_units_by_size() -> None:
     """From the inside out; a part of a unit that has enough does not count for what it is in, nor a list of layers."""
     from torch import nn
 
-    from fairlead_strategies.mesh.units import blocks
+    from fairlead_strategies.mesh.parallelize import blocks
 
     small, large = nn.Linear(2, 2), nn.Linear(20, 20)
     model: Any = nn.Sequential(nn.ModuleList([nn.Sequential(small, nn.Linear(2, 2)), large]), nn.Linear(2, 2))
@@ -327,12 +314,6 @@ def findings(plugins: PluginManager, resolution: Any, environ: dict[str, str] | 
         (DDPStrategyConfig(ddp_comm_hook="bf16"), ["ddp-comm-hook"]),
         (DDPStrategyConfig(ddp_comm_hook="bf16", process_group_backend="nccl"), []),
         (DDPStrategyConfig(ddp_comm_hook="fp16"), []),
-        (DDPStrategyConfig(local_sgd_period=4, local_sgd_within="rank"), []),
-        (DDPStrategyConfig(local_sgd_period=4), ["ddp-local-sgd"]),
-        (DDPStrategyConfig(local_sgd_period=4, local_sgd_within="rank", ddp_comm_hook="fp16"), ["ddp-local-sgd"]),
-        (DDPStrategyConfig(mixed_precision=DDPMixedPrecision(param_dtype="bfloat16")), ["ddp-mixed-precision"]),
-        (DDPStrategyConfig(skip_all_reduce_unused_params=True), ["ddp-unused-parameters"]),
-        (DDPStrategyConfig(skip_all_reduce_unused_params=True, find_unused_parameters=True), []),
         (DDPStrategyConfig(exact_reduction="on", process_group_backend="nccl"), []),
         (DDPStrategyConfig(exact_reduction="on", ddp_comm_hook="fp16"), ["ddp-exact-reduction"]),
         (FSDPStrategyConfig(), []),

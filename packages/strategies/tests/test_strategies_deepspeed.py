@@ -124,7 +124,7 @@ def test_a_resumed_run_ends_with_the_same_bits(ranks_did: list[dict[str, Any]], 
 def test_what_it_has_written_becomes_one_state(ranks_did: list[dict[str, Any]], folder: Path, name: str) -> None:
     """As `fairlead checkpoint consolidate` and `convert` read it: weights whole, also frozen ones, and the rest."""
     expected = outcome(ranks_did, f"resume_{name}")["saved"]
-    read = importlib.import_module("fairlead_checkpoint_io.commands.deepspeed_folder").read_deepspeed
+    read = importlib.import_module("fairlead_checkpoint_io.commands.other_tools").read_deepspeed
     state = read(folder / name, TRUST)
     assert state["state_dict"].keys() == expected.keys()
     assert all(torch.equal(state["state_dict"][one], expected[one]) for one in expected)

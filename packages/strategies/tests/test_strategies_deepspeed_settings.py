@@ -14,7 +14,7 @@ from fairlead import Finding, PluginManager, PrecisionConfigBase, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.open_union import parse_backend
 from fairlead_strategies import DeepSpeedStrategyConfig
-from fairlead_strategies.deepspeed.fields import ZeroConfig
+from fairlead_strategies.deepspeed.config import ZeroConfig
 from fairlead_strategies.deepspeed.settings import settings_of
 from fairlead_strategies.shared import ProcessGroupConfig
 
@@ -175,7 +175,7 @@ def test_nvme_without_its_library_is_refused_with_the_apt_line(
     """At check by the header, at the start by DeepSpeed's own test program."""
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
-    from fairlead_strategies.deepspeed import nvme
+    from fairlead_strategies.deepspeed import settings as nvme
     from fairlead_strategies.deepspeed.runtime import build
 
     monkeypatch.setattr(nvme, "_FOLDERS", ())
@@ -205,24 +205,3 @@ def test_nvme_without_its_library_is_refused_with_the_apt_line(
 def test_wrong_fields_are_refused_with_the_reason(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         DeepSpeedStrategyConfig.model_validate(fields)
-
-
-def test_prepare_says_how_long_and_where(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of two ops, one that is not for this machine; the compiler itself is not run here, it takes minutes."""
-    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder, CPUAdamBuilder
-
-    from fairlead.cli.main import main
-
-    built = ModuleType("cpu_adam")
-    built.__file__ = str(tmp_path / "cpu_adam" / "cpu_adam.so")
-    monkeypatch.setattr(CPUAdamBuilder, "load", lambda *_, **__: built)
-    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
-    assert main(["prepare", "deepspeed"]) == 0
-    said = capsys.readouterr()
-    assert f" s  {tmp_path / 'cpu_adam'}" in said.out
-    assert "async_io     not for this machine: libaio is missing (apt install libaio-dev)" in said.out
-    assert "TORCH_EXTENSIONS_DIR" in said.out
-    assert main(["prepare", "deepspeed", "--ops", "cpu_adm"]) == 2
-    assert "has no op cpu_adm" in capsys.readouterr().err

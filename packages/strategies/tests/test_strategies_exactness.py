@@ -36,7 +36,7 @@ LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE"
         (4, {"name": "ddp", "ddp_comm_hook": "powersgd"}, "not exact"),
         (4, "fsdp2", "exact"),
         (4, {"name": "fsdp2", "save_distributed_checkpoint": True}, "not known"),
-        (4, {"name": "fsdp2", "tensor_parallel_size": 2}, "exact"),
+        (4, {"name": "fsdp2", "tensor": 2}, "exact"),
         (4, {"name": "fsdp2", "process_group_backend": "nccl"}, "not known"),
         (2, {"name": "fsdp2", "process_group_backend": "nccl"}, "exact"),
         (4, "deepspeed_stage_2", "exact"),
@@ -119,7 +119,7 @@ def fit(epochs: int, clip: float | None, resumed: Path | None = None) -> tuple[p
     net = Net()
     trainer = pl.Trainer(
         accelerator="cpu", devices=RANKS, plugins=[TorchElasticEnvironment()], max_epochs=epochs, logger=False,
-        strategy=importlib.import_module("fairlead_strategies.mesh.build").build(config, context),
+        strategy=importlib.import_module("fairlead_strategies.mesh_build").build(config, context),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=clip,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)

@@ -56,49 +56,10 @@ def test_sizes_that_do_not_multiply_to_the_world_size(world: int, sizes: Any, sa
 
 
 @pytest.mark.parametrize(
-    ("kind", "written", "ours"),
-    [
-        (
-            HybridStrategyConfig,
-            {
-                "data_parallel_replicate_degree": 2,
-                "data_parallel_shard_degree": -1,
-                "tensor_parallel_degree": 2,
-                "context_parallel_degree": 2,
-                "pipeline_parallel_degree": 1,
-                "expert_parallel_degree": 1,
-            },
-            {"replicate": 2, "shard": "auto", "tensor": 2, "context": 2, "pipeline": 1, "expert": 1},
-        ),
-        (
-            HybridStrategyConfig,
-            {"dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 2, "cp_size": 1},
-            {"replicate": 2, "shard": 4, "tensor": 2, "context": 1},
-        ),
-        (FSDP2StrategyConfig, {"data_parallel_size": 4, "tensor_parallel_size": 2}, {"shard": 4, "tensor": 2}),
-        (TensorParallelStrategyConfig, {"data_parallel_size": 4, "tp_size": 2}, {"replicate": 4, "tensor": 2}),
-    ],
-)
-def test_names_that_other_tools_have_for_the_sizes(
-    ranks: ModuleType, kind: type[MeshStrategyConfig], written: dict[str, Any], ours: dict[str, Any]
-) -> None:
-    """They mean our fields, are written down as these, and a finding says so."""
-    config = kind.model_validate(written)
-    assert {name: getattr(config, name) for name in ours} == ours
-    assert set(written).isdisjoint(config.model_dump())
-    said = [one for one in findings(ranks.resolution(config, world_size=16)) if one.code == "mesh-alias"]
-    assert [one.severity for one in said] == ["info"] * len(written)
-    assert {one.where for one in said} == {f"trainer.strategy.{name}" for name in written}
-
-
-@pytest.mark.parametrize(
     ("kind", "fields", "says"),
     [
-        (HybridStrategyConfig, {"tp_size": 2, "tensor": 2}, "another name of `tensor`"),
-        (HybridStrategyConfig, {"tp_size": 2, "tensor_parallel_degree": 2}, "another name of `tensor`"),
         (HybridStrategyConfig, {"tensor": 0}, "greater than 0"),
-        (HybridStrategyConfig, {"dp_shard_size": -1}, "greater than 0"),
-        (FSDP2StrategyConfig, {"cp_size": 2}, "Extra inputs"),
+        (FSDP2StrategyConfig, {"context": 2}, "Extra inputs"),
         (FSDP2StrategyConfig, {"plan": "auto"}, "Extra inputs"),
         (TensorParallelStrategyConfig, {"plan": {}}, "nothing would be split"),
         (TensorParallelStrategyConfig, {"shard": 2}, "Extra inputs"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -12,14 +12,22 @@ from fairlead.cli.session import Session
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead.install import first_party
 from fairlead.plugin_classes import CheckpointIOPlugin
-from fairlead.plugins import PluginManager
-from fairlead_checkpoint_io.files.formats import WEIGHTS_FILE, first_line, names_in, names_text, unreadable
+from fairlead_checkpoint_io.files.formats import (
+    CONTENTS,
+    LEGACY_MAGIC,
+    TRAINER_STATE,
+    WEIGHTS_FILE,
+    first_line,
+    is_deepspeed,
+    names_in,
+    names_text,
+    unreadable,
+)
 from fairlead_runs.commit.checkpoints import NAME
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.commit.manifest import MANIFEST
 
 _AXIS: Final = CheckpointIOPlugin.axis
-_PROBLEMS: Final = "fairlead_checkpoint_io.format_conformance:problems"  # it runs the commands, which know formats
 
 
 class Verified(NamedTuple):
@@ -47,8 +55,8 @@ class CheckpointFormat:
             classes that `trust` names may be made of pickled objects.
         write: Called with `(state, path, origin)`; writes a new file, or fills an empty folder, from a state that
             was read at `origin`, and returns the names of what it left out. None: it is read only.
-        verify: Called with `(path, count)`, and calls `count` with each number of bytes that it has read; returns
-            `Verified`. It should need no torch. None: there is nothing to compare with.
+        verify: Called with `(path,)`; returns `Verified`. It should need no torch. None: there is nothing to compare
+            with.
         entries: As `read`, but tensors may be mapped or be `LazyTensor`s, for `diff`. None: `read`.
         folder: Whether it is a folder.
         weights_only: Whether it holds the weights and nothing else.
@@ -72,19 +80,14 @@ class CheckpointFormat:
     def __str__(self) -> str:
         return self.name
 
-    def call(self, reference: str, path: Path, argument: object) -> Any:
+    def call(self, reference: str, path: Path, *more: object) -> Any:
         """What one of its functions that read gives; an error of any kind is one of this checkpoint."""
         try:
-            return pkgutil.resolve_name(reference)(path, argument)
+            return pkgutil.resolve_name(reference)(path, *more)
         except (FairleadError, MemoryError):
             raise
         except Exception as error:  # a third party's reader, on a file that may hold anything
             raise unreadable(path, error) from error
-
-    def problems(self, state: Mapping[str, Any], plugins: PluginManager, folder: Path) -> Iterator[tuple[str, str]]:
-        """What a user cannot do with it, and what its author should do: `fairlead.testing` asks, in an empty folder."""
-        found: Iterator[tuple[str, str]] = pkgutil.resolve_name(_PROBLEMS)(self, state, plugins, folder)
-        return found
 
 
 def known_formats(session: Session) -> tuple[CheckpointFormat, ...]:
@@ -144,3 +147,61 @@ def kind_of_folder(path: Path, formats: tuple[CheckpointFormat, ...]) -> str | N
     if MANIFEST in names:
         return "exported" if WEIGHTS_FILE in names else "own"
     return next((one.name for one in formats if one.fits(path)), None)
+
+
+_COMMANDS = "fairlead_checkpoint_io.commands"
+
+
+def _head(path: Path) -> bytes:
+    if path.is_dir():
+        return b""
+    with path.open("rb") as file:
+        return file.read(len(LEGACY_MAGIC))
+
+
+def _is_torch(path: Path) -> bool:
+    return _head(path).startswith((b"PK", LEGACY_MAGIC))
+
+
+def _is_safetensors(path: Path) -> bool:
+    head = _head(path)
+    size = int.from_bytes(head[:8], "little")
+    return head[8:9] == b"{" and (size <= path.stat().st_size or path.suffix == ".safetensors")
+
+
+def _is_distributed(path: Path) -> bool:
+    return (path / CONTENTS).exists()
+
+
+torch_file = CheckpointFormat(
+    "torch",
+    _is_torch,
+    read=f"{_COMMANDS}.states:read_file",
+    write=f"{_COMMANDS}.states:write_file",
+    verify=f"{_COMMANDS}.verify:verify_archive",
+    entries=f"{_COMMANDS}.diff:entries_of_file",
+)
+distributed = CheckpointFormat(
+    "distributed",
+    _is_distributed,
+    read=f"{_COMMANDS}.states:read_distributed",
+    write=f"{_COMMANDS}.states:write_distributed",
+    verify=f"{_COMMANDS}.verify:verify_shards",
+    entries=f"{_COMMANDS}.diff:entries_of_shards",
+    folder=True,
+)
+deepspeed = CheckpointFormat("deepspeed", is_deepspeed, read=f"{_COMMANDS}.other_tools:read_deepspeed", folder=True)
+safetensors = CheckpointFormat(
+    "safetensors",
+    _is_safetensors,
+    read=f"{_COMMANDS}.states:read_safetensors",
+    write=f"{_COMMANDS}.states:write_safetensors",
+    verify=f"{_COMMANDS}.verify:verify_safetensors",
+    weights_only=True,
+)
+transformers = CheckpointFormat(
+    "transformers",
+    lambda path: (path / TRAINER_STATE).is_file(),
+    read=f"{_COMMANDS}.other_tools:read_transformers",
+    folder=True,
+)

@@ -68,7 +68,7 @@ class TorchFile(FilePlugin):
     runtime = "fairlead_checkpoint_io.torch_file_runtime:build"
     aliases = ("TorchCheckpointIOPlugin",)
     formats = tuple(
-        f"fairlead_checkpoint_io.own_formats:{name}"
+        f"fairlead_checkpoint_io.checkpoint_format:{name}"
         for name in ("torch_file", "deepspeed", "safetensors", "transformers")
     )
 

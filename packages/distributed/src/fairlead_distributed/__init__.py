@@ -4,13 +4,16 @@
 """
 
 from fairlead_distributed._sampling import derive_seed
-from fairlead_distributed.activation_checkpointing import checkpoint_layers
+from fairlead_distributed.activation_checkpointing import (
+    SelectiveGradientCheckpointing,
+    checkpoint_layers,
+    checkpoint_scope,
+)
 from fairlead_distributed.alarms import Alarm
 from fairlead_distributed.collectives import (
     ReduceOp,
     all_gather,
     all_reduce,
-    all_to_all,
     barrier,
     broadcast,
     reduce_scatter,
@@ -33,7 +36,6 @@ from fairlead_distributed.errors import (
 from fairlead_distributed.evaluation import EvaluationSampler, SampleWeightedMean, weighted_mean
 from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.fully_sharded import AdvancedFSDPManager
-from fairlead_distributed.gradient_checkpointing import SelectiveGradientCheckpointing, checkpoint_scope
 from fairlead_distributed.gradients import clip_grad_norm, no_sync
 from fairlead_distributed.info import (
     DistributedInfo,
@@ -47,7 +49,6 @@ from fairlead_distributed.info import (
 from fairlead_distributed.learning_rate import apply_lr_factor
 from fairlead_distributed.manager import MultiNodeTrainingManager
 from fairlead_distributed.memory_pool import MemoryPool, memory_pool_scope
-from fairlead_distributed.object_collectives import all_gather_object, broadcast_object, gather_object
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import (
     destroy_process_group,
@@ -61,9 +62,7 @@ from fairlead_distributed.rng import isolated_rng, rng_state, set_rng_state
 from fairlead_distributed.sampler import ResumableDistributedSampler
 from fairlead_distributed.sampler import ResumableDistributedSampler as DistributedSampler
 from fairlead_distributed.seeding import (
-    SampleIndex,
     SampleRNG,
-    SeededSamples,
     global_mean_std,
     sample_rng,
     seeded_split,
@@ -108,21 +107,16 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "ResumableDistributedSampler",
-    "SampleIndex",
     "SampleRNG",
     "SampleWeightedMean",
-    "SeededSamples",
     "SelectiveGradientCheckpointing",
     "TensorMismatchError",
     "all_gather",
-    "all_gather_object",
     "all_reduce",
-    "all_to_all",
     "apply_lr_factor",
     "barrier",
     "bind_listener",
     "broadcast",
-    "broadcast_object",
     "checkpoint_layers",
     "checkpoint_scope",
     "choose_port",
@@ -135,7 +129,6 @@ __all__ = [
     "first_divergence",
     "flight_recorder_variables",
     "free_port",
-    "gather_object",
     "get_distributed_info",
     "get_local_rank",
     "get_rank",

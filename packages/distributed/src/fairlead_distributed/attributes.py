@@ -16,8 +16,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fairlead_distributed.object_fingerprint import fingerprint
-from fairlead_distributed.plain_data import ATOMS, GENERATORS, from_plain, put_back, record_of, to_plain
-from fairlead_distributed.user_objects import OF_A_MODULE, is_engines, is_stateful, is_users_class
+from fairlead_distributed.plain_data import (
+    ATOMS,
+    GENERATORS,
+    OF_A_MODULE,
+    from_plain,
+    is_engines,
+    is_stateful,
+    is_users_class,
+    put_back,
+    record_of,
+    to_plain,
+)
 
 MOST_BYTES: Final = 1 << 30
 """What is kept of one attribute; a larger one is named among `Attributes.left`."""

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import BatchSampler
 
 from fairlead_distributed import ResumableDistributedSampler, derive_seed
+from fairlead_distributed.loader_workers import EpochBatch
 from fairlead_distributed.rng import IsolatedGenerators
-from fairlead_distributed.worker_seeds import EpochBatch
 
 _OWN: Final = ("inner", "seed", "generator")
 

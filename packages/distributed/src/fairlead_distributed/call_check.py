@@ -13,10 +13,9 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import ranks_text
 
 _REPORT_S: Final = 3.0  # how long the ranks of a mismatch wait for those that have not come to it yet
-_SHOWN: Final = 16  # kinds of calls in a report
+_SHOWN: Final = 16  # lines in a report
 _SAME, _APART, _LATE = "same", "apart", "late"
 
 
@@ -44,7 +43,11 @@ class Call(NamedTuple):
     site: str
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.what and ' ' + self.what} at {self.site}"
+        called = f"{self.kind}{self.what and ' ' + self.what}"
+        return f"{called} at {self.site} (call {self.number})" if self.number else called
+
+
+_NONE_YET: Final = Call(0, "not there yet", "", "")
 
 
 def check_call(
@@ -74,17 +77,19 @@ def check_call(
     assert group is not None
     calls, name, ranks = _Calls.of_process_group(), group.group_name, dist.get_process_group_ranks(group)
     number = calls.numbers[name] = calls.numbers[name] + 1
-    if number == 1:
-        calls.most[name] = _environ.checked_calls(_environ.or_process(None))
-    due = check if check is not None else timeout is not None or number <= calls.most[name]
+    most = _environ.checked_calls(_environ.or_process(None))
+    due = check if check is not None else timeout is not None or number <= most
     if len(ranks) == 1 or not due:
         return False
     if calls.mailbox is None:
         if not check:
             return False
         raise ConfigError("collectives cannot be checked over this store", where="check=True", fix="use a TCPStore")
-    meeting = _Meeting(calls.mailbox.under(name), ranks, Call(number, kind, what, _site()))
-    meeting.hold((timeout or calls.timeout).total_seconds())
+    box, call = calls.mailbox.under(name), Call(number, kind, what, _site())
+    if (verdict := _meet(box, ranks, call, (timeout or calls.timeout).total_seconds())) != _SAME:
+        raise _error(box, ranks, call, late=verdict == _LATE)
+    if box.rank == ranks[0]:  # all have come here: nobody asks for the call before any more
+        box.forget(*(f"{number - 1}/{key}" for key in ("first", "count", "verdict")))
     return True
 
 
@@ -93,8 +98,11 @@ class _Calls:
 
     def __init__(self, store: dist.Store) -> None:
         self.numbers: Counter[str] = Counter()
-        self.most: dict[str, float] = {}
         self.timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
+        self.mailbox: StoreMailbox | None = None
+        """The messages of all groups, over a connection of their own; None: the store has but one."""
+        with suppress(ConfigError):
+            self.mailbox = ControlPlane.of_process_group().open("calls")
 
     @classmethod
     def of_process_group(cls) -> _Calls:
@@ -104,132 +112,91 @@ class _Calls:
             _of_stores[store] = cls(store)
         return _of_stores[store]
 
-    @cached_property
-    def mailbox(self) -> StoreMailbox | None:
-        """The messages of all groups, over a connection of their own; None: the store has but one."""
-        with suppress(ConfigError):
-            return ControlPlane.of_process_group().open("calls")
-        return None
-
 
 _of_stores: weakref.WeakKeyDictionary[dist.Store, _Calls] = weakref.WeakKeyDictionary()
 """By the store of a process group: what goes with it, and is gone with it."""
 
 
-class _Meeting:
-    """The ranks of a group in one call."""
+def _meet(box: StoreMailbox, ranks: Sequence[int], call: Call, seconds: float) -> str:
+    """Whether all ranks have come with the same call, as the first to know it has put it down for all."""
+    began, pause, verdict = time.monotonic(), 5e-5, f"{call.number}/verdict"
+    box.put(f"last/{box.rank}", json.dumps(call))
+    requested = f"{call.kind} {call.what}"
+    if box.put_first(f"{call.number}/first", requested) != requested:
+        return box.put_first(verdict, _APART)
+    if box.count(f"{call.number}/count") == len(ranks):
+        return box.put_first(verdict, _SAME)
 
-    def __init__(self, box: StoreMailbox, ranks: Sequence[int], call: Call) -> None:
-        self._box = box
-        self._ranks = ranks
-        self._call = call
-        self._verdict = f"{call.number}/verdict"
-        self._began = time.monotonic()
-
-    def hold(self, seconds: float) -> None:
-        """Returns when all ranks have come with the same call; an error on all of them otherwise."""
-        box, call = self._box, self._call
-        box.put(f"last/{box.rank}", json.dumps(call))
-        asked = f"{call.kind} {call.what}"
-        if box.put_first(f"{call.number}/first", asked) != asked:
-            verdict = box.put_first(self._verdict, _APART)
-        elif box.count(f"{call.number}/count") == len(self._ranks):
-            verdict = box.put_first(self._verdict, _SAME)
-        else:
-            verdict = self._await(seconds)
-        if verdict != _SAME:
-            raise self._mismatch() if verdict == _APART else self._late()
-        if box.rank == self._ranks[0]:  # all have come here: nobody asks for the call before any more
-            box.forget(*(f"{call.number - 1}/{name}" for name in ("first", "count", "verdict")))
-
-    def _await(self, seconds: float) -> str:
-        pause, slow = 5e-5, SlowWait(self._waits)
-        while not self._box.has(self._verdict):
-            # Not by a wait of the store: one that runs out makes torch print lines of its own.
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-            if time.monotonic() >= self._began + seconds:
-                return self._box.put_first(self._verdict, _LATE)
-            slow.look()
-        return self._box.read([self._verdict])[0]
-
-    def _waits(self) -> str | None:
-        """Whom the first of the ranks that are there waits for."""
-        missing, last = self._missing()
-        if not missing or self._box.rank != min(set(self._ranks) - set(missing)):
+    def slow_line() -> str | None:
+        last = _said(box, "last", ranks)
+        here = [rank for rank in ranks if last[rank].number == call.number]
+        if box.rank != here[0] or len(here) == len(ranks):  # one of those that wait speaks
             return None
-        waited = time.monotonic() - self._began
-        return f"rank {self._box.rank} has waited {waited:.0f} s in {self._call}\n  for {last}"
+        return f"rank {box.rank} has waited {time.monotonic() - began:.0f} s in a collective:\n{_rows(last)}"
 
-    def _missing(self) -> tuple[tuple[int, ...], str]:
-        """The ranks that have not come to a call, and where each was last."""
-        last, here = self._said("last"), self._call.number
-        places: dict[str, list[int]] = {}
-        for rank in self._ranks:
-            seen = last.get(rank)
-            if seen is None:
-                place = "called no collective yet"
-            elif seen.number < here:
-                place = f"was last seen in {seen} (call {seen.number} of this group, where this is {here})"
-            else:
-                continue
-            places.setdefault(place, []).append(rank)
-        rows = [f"{ranks_text(ranks)}: {place}" for place, ranks in list(places.items())[:_SHOWN]]
-        return tuple(sorted(rank for ranks in places.values() for rank in ranks)), "\n  ".join(rows)
+    slow = SlowWait(slow_line)
+    while not box.has(verdict):
+        # Not by a wait of the store: one that runs out makes torch print lines of its own.
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+        if time.monotonic() >= began + seconds:
+            return box.put_first(verdict, _LATE)
+        slow.look()
+    return box.read([verdict])[0]
 
-    def _said(self, name: str) -> dict[int, Call]:
-        """What ranks have put under a name."""
-        there = [rank for rank in self._ranks if self._box.has(f"{name}/{rank}")]
-        texts = self._box.read([f"{name}/{rank}" for rank in there]) if there else []
-        return {rank: Call(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
-    def _late(self) -> CollectiveError:
-        (missing, last), rank, call = self._missing(), self._box.rank, self._call
-        others = tuple(one for one in missing if one != rank)
+def _said(box: StoreMailbox, name: str, ranks: Sequence[int]) -> dict[int, Call]:
+    """The call that each rank has put under a name."""
+    there = [rank for rank in ranks if box.has(f"{name}/{rank}")]
+    texts = box.read([f"{name}/{rank}" for rank in there]) if there else []
+    calls = {rank: Call(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+    return {rank: calls.get(rank, _NONE_YET) for rank in ranks}
+
+
+def _rows(calls: Mapping[int, Call]) -> str:
+    """`ranks 0, 2: all_reduce SUM of torch.float32 (2,) at train.py:12 in step (call 7)`, once for equal calls."""
+    same: dict[Call, list[int]] = {}
+    for rank, one in calls.items():
+        same.setdefault(one, []).append(rank)
+    rows = sorted(same.items(), key=lambda row: (-len(row[1]), row[1]))
+    return "\n".join(f"{ranks_text(ranks)}: {one}" for one, ranks in rows[:_SHOWN])
+
+
+def _error(box: StoreMailbox, ranks: Sequence[int], call: Call, *, late: bool) -> CollectiveError | TensorMismatchError:
+    """What went wrong in a call, with that of each rank; where they differ, those on their way have some seconds."""
+    name, deadline = "last" if late else f"{call.number}/apart", time.monotonic() + _REPORT_S
+    box.put(f"{name}/{box.rank}", json.dumps(call))
+    while (_NONE_YET in (calls := _said(box, name, ranks)).values()) and not late and time.monotonic() < deadline:
+        time.sleep(0.1)
+    where, why = f"rank {box.rank}, {call.site}", _rows(calls)
+    missing = tuple(rank for rank in ranks if calls[rank].number < call.number)
+    kinds = sorted({one.kind for one in calls.values()} - {_NONE_YET.kind})
+    if late:
         error = CollectiveError(
-            f"{ranks_text(others)} did not come to {call.kind} in time"
-            if others
-            else f"rank {rank} came too late to {call.kind}: the others have given up waiting",
-            where=f"rank {rank}, {call.site}",
-            why=last or None,
+            f"{ranks_text(missing)} did not come to {call.kind} in time"
+            if missing
+            else f"rank {box.rank} came too late to {call.kind}: the others have given up waiting",
+            where=where,
+            why=why,
             fix="look at what those ranks do instead: they ended, hang, or never make this call; "
             "where they only need longer, give a longer timeout",
         )
-        error.missing = others
+        error.missing = missing
         return error
-
-    def _mismatch(self) -> CollectiveError | TensorMismatchError:
-        """The error of calls that differ, with those of all ranks that come within some seconds."""
-        box, name, deadline = self._box, f"{self._call.number}/apart", time.monotonic() + _REPORT_S
-        box.put(f"{name}/{box.rank}", json.dumps(self._call))
-        box.count(f"{name}/count")
-        while box.count(f"{name}/count", 0) < len(self._ranks) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        seen = self._said(name)
-        places: dict[Call, list[int]] = {}
-        for rank, one in sorted(seen.items()):
-            places.setdefault(one._replace(number=0), []).append(rank)
-        rows = [
-            f"{ranks_text(ranks)}: {one}" for one, ranks in sorted(places.items(), key=lambda p: (-len(p[1]), p[1]))
-        ]
-        if missing := set(self._ranks) - seen.keys():
-            rows.append(f"{ranks_text(missing)}: not there yet")
-        kinds = {one.kind for one in seen.values()}
-        where, why = f"rank {box.rank}, {self._call.site}", "\n".join(rows[:_SHOWN])
-        if len(kinds) > 1:
-            return CollectiveMismatchError(
-                f"the ranks call different collectives: {', '.join(sorted(kinds))}",
-                where=where,
-                why=why,
-                fix="all ranks must make the same calls in the same order: look around these lines for an "
-                "`if rank == 0`, or for a loop that one rank leaves earlier",
-            )
-        return TensorMismatchError(
-            f"the ranks call {self._call.kind} with different arguments",
+    if len(kinds) > 1:
+        return CollectiveMismatchError(
+            f"the ranks call different collectives: {', '.join(kinds)}",
             where=where,
             why=why,
-            fix="bring them to one shape, dtype and setting first, for example by padding the last batch",
+            fix="all ranks must make the same calls in the same order: look around these lines for an "
+            "`if rank == 0`, or for a loop that one rank leaves earlier",
         )
+    return TensorMismatchError(
+        f"the ranks call {call.kind} with different arguments",
+        where=where,
+        why=why,
+        fix="bring them to one shape, dtype and setting first, for example by padding the last batch",
+    )
 
 
 def _site() -> str:

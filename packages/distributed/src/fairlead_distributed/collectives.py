@@ -28,8 +28,56 @@ from fairlead.errors import ConfigError, did_you_mean
 from fairlead_distributed.call_check import check_call
 from fairlead_distributed.errors import CollectiveError, TensorMismatchError
 from fairlead_distributed.info import require_initialized
-from fairlead_distributed.tensor_bytes import bytes_of, from_header, header_of, shapes_over_ranks, tensor_of, text_of
-from fairlead_distributed.torch_names import reduce_scatter_single
+
+_HERE = vars(dist)
+
+all_gather_single: Any = _HERE.get("all_gather_single") or dist.all_gather_into_tensor
+"""`torch.distributed.all_gather_single`, which warns of its old name, `all_gather_into_tensor`."""
+reduce_scatter_single: Any = _HERE.get("reduce_scatter_single") or dist.reduce_scatter_tensor
+"""`torch.distributed.reduce_scatter_single`, formerly `reduce_scatter_tensor`."""
+
+
+# Every dtype of torch in an order that is the same on all ranks: the number of a dtype in a header.
+_DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
+_HEADER_DIMS = 14
+
+
+def text_of(tensor: Tensor) -> str:
+    """Dtype and shape, for a person."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's memory: no backend knows every dtype (float8, bool), each can move bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def tensor_of(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The tensor that has these bytes; there may be more of them."""
+    return data[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def shapes_over_ranks(tensor: Tensor, operation: str, group: dist.ProcessGroup | None) -> list[tuple[int, ...]]:
+    """The shapes of all ranks' tensors, where they differ in nothing else."""
+    dims = list(tensor.shape)[:_HEADER_DIMS]
+    numbers = [_DTYPES.index(str(tensor.dtype)), tensor.dim(), *dims, *[0] * (_HEADER_DIMS - len(dims))]
+    header = torch.tensor(numbers, device=tensor.device)
+    headers = header.new_empty(dist.get_world_size(group) * len(header))
+    all_gather_single(headers, header, group=group)
+    rows = headers.view(-1, len(header)).tolist()
+    if all(row[:2] == rows[0][:2] for row in rows):
+        return [tuple(row[2 : 2 + row[1]]) for row in rows]
+    seen = [
+        f"rank {r}: {_DTYPES[row[0]]} {tuple(row[2 : 2 + row[1]])}"
+        for r, row in zip(dist.get_process_group_ranks(group), rows, strict=True)
+    ]
+    odd = next(r for r, row in enumerate(rows) if row[:2] != rows[0][:2])
+    raise TensorMismatchError(
+        f"{operation} got tensors that differ over the ranks: {seen[odd]}, but {seen[0]}",
+        where=f"rank {dist.get_rank()}: {text_of(tensor)}",
+        why="\n".join(seen[:16]),
+        fix="bring them to one dtype and number of dimensions first",
+    )
 
 
 class ReduceOp(Enum):
@@ -147,7 +195,13 @@ def broadcast(
         CollectiveMismatchError: Where it is checked, the ranks call different collectives.
     """
     result = _own("broadcast", tensor, group)
-    if check_rank("broadcast", src, group):
+    initialized = require_initialized("broadcast")
+    ranks = dist.get_process_group_ranks(group) if initialized else [0]
+    if src not in ranks:
+        raise CollectiveError(
+            f"there is no rank {src} for broadcast", where="broadcast()", why=f"the group's ranks are {ranks}"
+        )
+    if initialized:
         check_call("broadcast", f"{text_of(tensor)} from rank {src}", group, check=check)
         if result.numel():
             dist.broadcast(bytes_of(result), src=src, group=group)
@@ -200,49 +254,6 @@ def reduce_scatter(
     return result
 
 
-def all_to_all(
-    tensors: Sequence[Tensor], *, group: dist.ProcessGroup | None = None, check: bool | None = None
-) -> list[Tensor]:
-    """What each rank has for this one, bit for bit, in the order of the ranks: rank r gets `tensors[r]` of all.
-
-    Args:
-        tensors: One for each rank, on one device, of any shapes (of at most 14 dimensions) and dtypes.
-        group: The ranks; None: all.
-        check: Whether the ranks compare first what they are about to call; None: see above.
-
-    Raises:
-        TensorMismatchError: There is not one tensor for each rank, or they are on several devices.
-        CollectiveMismatchError: Where it is checked, the ranks call different collectives.
-
-    Example:
-        >>> all_to_all([torch.tensor([1, 2])])
-        [tensor([1, 2])]
-    """
-    own = [_own("all_to_all", one, group) for one in tensors]
-    initialized = require_initialized("all_to_all")
-    ranks = dist.get_world_size(group) if initialized else 1
-    if len(own) != ranks or len({one.device for one in own}) != 1:
-        raise TensorMismatchError(
-            f"all_to_all got {len(own)} tensors on {len({one.device for one in own})} devices",
-            where="all_to_all(tensors=)",
-            why=f"it sends one tensor to each of {ranks} ranks",
-            fix="give a list with one tensor for each rank, all on this rank's device",
-        )
-    if not initialized:
-        return own
-    check_call("all_to_all", "", group, check=check)
-    headers = torch.stack([header_of(one) for one in own])
-    received = torch.empty_like(headers)
-    dist.all_to_all_single(received, headers, group=group)
-    kinds = [from_header(row) for row in received.tolist()]
-    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
-    sent = torch.cat([bytes_of(one) for one in own])
-    got = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(got, sent, sizes, [one.numel() * one.element_size() for one in own], group=group)
-    parts = zip(torch.split(got, sizes), kinds, strict=True)
-    return [tensor_of(part.clone(), dtype, shape) for part, (dtype, shape) in parts]
-
-
 def barrier(
     timeout: timedelta | None = None, *, group: dist.ProcessGroup | None = None, check: bool | None = None
 ) -> None:
@@ -279,24 +290,13 @@ def barrier(
         torch.cuda.synchronize()
 
 
-def check_rank(operation: str, rank: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether there is a process group; a CollectiveError where it has no such rank."""
-    initialized = require_initialized(operation)
-    ranks = dist.get_process_group_ranks(group) if initialized else [0]
-    if rank not in ranks:
-        raise CollectiveError(
-            f"there is no rank {rank} for {operation}", where=f"{operation}()", why=f"the group's ranks are {ranks}"
-        )
-    return initialized
-
-
 def _own(operation: str, tensor: Any, group: dist.ProcessGroup | None) -> Tensor:
     """A contiguous copy, where it is a tensor that the group can send."""
     if not isinstance(tensor, Tensor):
         raise TensorMismatchError(
             f"{operation} takes a tensor, not a {type(tensor).__name__}",
             where=f"{operation}()",
-            fix="torch.tensor(value) makes one of a number; the functions for objects end in _object",
+            fix="torch.tensor(value) makes one of a number; torch's own functions for objects end in _object",
         )
     if dist.is_initialized():
         pairs = dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._apart import any_absent, on_all_ranks
-from fairlead_distributed._sharded import is_dtensor, is_fsdp1
+from fairlead_distributed._sharded import any_absent, is_dtensor, is_fsdp1, on_all_ranks
 from fairlead_distributed.info import is_initialized
 from fairlead_distributed.objects import gather_objects
 

@@ -14,7 +14,7 @@ from fairlead.errors import ConfigError
 from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.activation_checkpointing import checkpoint_layer, checkpoint_layers, find_layers
 from fairlead_distributed.info import get_local_rank, get_world_size, require_initialized
-from fairlead_distributed.object_collectives import all_gather_object
+from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.process_group import rank_device
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _mesh_sizes(sharding_strategy: str) -> tuple[int, ...]:
     world = get_world_size()
     if "HYBRID" not in sharding_strategy:
         return (world,)
-    nodes = all_gather_object(get_local_rank()).count(0)
+    nodes = gather_objects(get_local_rank()).count(0)
     if not nodes or world % nodes:
         raise ConfigError(
             f"{world} ranks on {nodes} nodes",

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._apart import any_absent, first_rank
-from fairlead_distributed._sharded import is_dtensor, is_fsdp1, is_fully_sharded
+from fairlead_distributed._sharded import any_absent, first_rank, is_dtensor, is_fsdp1, is_fully_sharded
 from fairlead_distributed.data_parallel import wrapped_models
 from fairlead_distributed.errors import NonFiniteGradientError
 from fairlead_distributed.info import get_world_size

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from fairlead_distributed.plain_data import ATOMS
-from fairlead_distributed.user_objects import is_engines
+from fairlead_distributed.plain_data import ATOMS, is_engines
 
 _READ: Final = 1 << 26  # bytes of a tensor or an array; of a larger one, pieces that lie evenly in it
 _PIECES, _PIECE = 1 << 12, 1 << 12

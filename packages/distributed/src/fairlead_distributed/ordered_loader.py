@@ -20,11 +20,10 @@ from torch.utils.data import (
 
 from fairlead.findings import Inexact
 from fairlead_distributed.batch_order import Order, ReplayedOrder, ShardedOrder
+from fairlead_distributed.loader_workers import SeededInWorkers
 from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.plain_data import is_stateful
 from fairlead_distributed.sampler import ResumableDistributedSampler
-from fairlead_distributed.seeding import SeededSamples
-from fairlead_distributed.user_objects import is_stateful
-from fairlead_distributed.worker_seeds import SeededInWorkers
 
 # They depend on nothing but their generator, the epoch, and `weights` and `indices`.
 _KNOWN: Final = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -62,10 +61,7 @@ def sharded_order(
     else:
         return None
     seed = broadcast_object(seed)  # that of a generator, which ranks have seeded apart
-    tagged = isinstance(loader.dataset, SeededSamples)
-    parts = ResumableDistributedSampler(
-        loader.dataset, shares.count, shares.rank, shuffle, seed, drop_last, tag_epoch=tagged
-    )
+    parts = ResumableDistributedSampler(loader.dataset, shares.count, shares.rank, shuffle, seed, drop_last)
     return ShardedOrder(BatchSampler(parts, batches.batch_size, batches.drop_last), seed=seed, **arguments)
 
 

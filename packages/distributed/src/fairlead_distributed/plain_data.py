@@ -14,11 +14,12 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -254,3 +255,35 @@ _KINDS: Final[dict[str, tuple[Any, Any, Any]]] = {
     },
 }
 _WITH_SUBCLASSES: Final = (np.generic, enum.Enum, Path, *GENERATORS)
+
+
+OF_A_MODULE: Final = frozenset(vars(nn.Module()))
+"""The attributes that torch keeps for itself in a module."""
+# What has to outlive a stop is in their own state.
+_ENGINES: Final = frozenset(
+    (
+        *("torch", "torchdata", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+        *("lightning_utilities", "deepspeed"),
+    )
+)
+
+
+def is_engines(kind: type | FunctionType) -> bool:
+    """Whether a class or function is torch's, Lightning's or ours."""
+    top = kind.__module__.partition(".")[0]
+    return top in _ENGINES or top.startswith("fairlead")
+
+
+def is_users_class(kind: type) -> bool:
+    """Whether a class is neither Python's own nor an engine's nor ours, and not of an installed library."""
+    module = sys.modules.get(kind.__module__)
+    file = str(getattr(module, "__file__", None) or "")
+    own = kind.__module__ == "__main__" or kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+    return own and not is_engines(kind) and "site-packages" not in file and "dist-packages" not in file
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether it can say and take back where it is."""
+    if isinstance(thing, (type, Mapping)):  # whose attributes are items
+        return False
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead_distributed._sampling import as_dataset, derive_seed, permutation, place, size_of
-from fairlead_distributed.seeding import SampleIndex
 
 T = TypeVar("T")
 _NAME = "ResumableDistributedSampler"
@@ -42,7 +41,6 @@ class ResumableDistributedSampler(DistributedSampler[int]):
         shuffle: False keeps the dataset's order in every epoch.
         seed: The same on all ranks.
         drop_last: Leave out samples rather than repeat some, where they do not divide by the ranks.
-        tag_epoch: Yield `SampleIndex` numbers, which carry the epoch to the workers; `SeededSamples` needs it.
 
     Raises:
         ConfigError: There is no such rank, or the dataset has no length.
@@ -65,18 +63,14 @@ class ResumableDistributedSampler(DistributedSampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        *,
-        tag_epoch: bool = False,
     ) -> None:
         num_replicas, rank = place(num_replicas, rank, _NAME)
         self.length = size_of(dataset_or_length, _NAME)
         super().__init__(as_dataset(dataset_or_length), num_replicas, rank, shuffle, index(seed), drop_last)
-        self.tag_epoch = tag_epoch
         self._consumed = 0
 
     def __iter__(self) -> Iterator[int]:
-        indices, epoch = self._rest(), self.epoch
-        return (SampleIndex(one, epoch) for one in indices) if self.tag_epoch else iter(indices)
+        return iter(self._rest())
 
     def __len__(self) -> int:
         """This rank's samples in a whole epoch, wherever the position is: Lightning counts up to it by its progress."""

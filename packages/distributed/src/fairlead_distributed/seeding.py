@@ -18,28 +18,8 @@ from torch.utils.data import Dataset, Subset
 from fairlead.errors import ConfigError
 from fairlead_distributed._sampling import derive_seed, permutation, reducible, size_of
 from fairlead_distributed.collectives import ReduceOp, all_reduce
-from fairlead_distributed.rng import cpu_states, seed_cpu, set_cpu_states
 
 T = TypeVar("T")
-
-
-class SampleIndex(int):
-    """A dataset index that knows its epoch, and keeps it on the way to a loader's workers.
-
-    Workers that live on (`persistent_workers`) hold a dataset that no one can tell the epoch; what reaches them is
-    the index. `ResumableDistributedSampler(..., tag_epoch=True)` yields these.
-    """
-
-    epoch: int
-
-    def __new__(cls, index: int, epoch: int) -> SampleIndex:
-        """The number `index`, in `epoch`."""
-        self = super().__new__(cls, index)
-        self.epoch = epoch
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SampleIndex, (int(self), self.epoch)
 
 
 class SampleRNG:
@@ -78,49 +58,6 @@ def sample_rng(seed: int, epoch: int, index: int) -> SampleRNG:
         True
     """
     return SampleRNG(derive_seed("sample", seed, epoch, index))
-
-
-class SeededSamples(Dataset[T]):
-    """A dataset whose random augmentation resumes exactly, without a change to it.
-
-    Before it makes a sample, the global generators (Python's, NumPy's, torch's on the CPU) are seeded from (seed,
-    epoch, index); afterwards they are as before. Code with generators of its own, or on a GPU, is not reached:
-    it takes `sample_rng`. An index that does not say its epoch is a ConfigError.
-
-    Args:
-        dataset: Indexed with whole numbers.
-        seed: The same on all ranks.
-
-    Example:
-        >>> from fairlead_distributed import ResumableDistributedSampler
-        >>> dataset = SeededSamples([1.0, 2.0, 3.0], seed=0)
-        >>> loader = torch.utils.data.DataLoader(dataset, sampler=ResumableDistributedSampler(dataset, tag_epoch=True))
-        >>> len(list(loader))
-        3
-    """
-
-    def __init__(self, dataset: Dataset[T] | Sequence[T], *, seed: int) -> None:
-        self.dataset: Any = dataset
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> T:
-        if not isinstance(index, SampleIndex):
-            raise ConfigError(
-                f"sample {index} was asked for without its epoch",
-                where="SeededSamples",
-                why="the randomness of a sample is made from (seed, epoch, index)",
-                fix="use ResumableDistributedSampler(..., tag_epoch=True), or index with SampleIndex(index, epoch)",
-            )
-        seed = derive_seed("sample", self.seed, index.epoch, index)
-        states = cpu_states()
-        try:
-            seed_cpu(seed)
-            return self.dataset[int(index)]  # type: ignore[no-any-return]
-        finally:
-            set_cpu_states(states)
 
 
 @overload

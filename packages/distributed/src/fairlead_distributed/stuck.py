@@ -23,7 +23,7 @@ from fairlead_distributed.alarms import NO_REPORT, Alarm, Alarms, asked_to_stop,
 from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
-from fairlead_distributed.stack_dump import StackDump
+from fairlead_distributed.stacks import StackDump
 from fairlead_runs.mailbox import LONG, StoreMailbox
 from fairlead_runs.waiting import ranks_text
 

@@ -18,11 +18,19 @@ from fairlead.resolution import Resolution
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.checkpoints import GroupRanks
-from fairlead_distributed.run.commits import Commit, Commits, Problem, explained, raised_by, write_errors
+from fairlead_distributed.run.commits import (
+    Commit,
+    Commits,
+    Problem,
+    explained,
+    load_part,
+    raised_by,
+    rank_file,
+    write_errors,
+)
 from fairlead_distributed.run.memory import Owner, is_a_librarys
 from fairlead_distributed.run.open_run import OpenRun, Stopped
 from fairlead_distributed.run.proof import owners_of
-from fairlead_distributed.run.rank_files import load_part, rank_file
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.run.step_facts import measure_steps

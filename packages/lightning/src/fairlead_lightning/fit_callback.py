@@ -18,8 +18,8 @@ from torch import Tensor
 from fairlead.config import CheckpointConfig, JobConfig
 from fairlead.findings import Inexact
 from fairlead.interfaces import BuildContext
-from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.silent_faults import SampleCheck
 from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_launch.reports import REPORT_FD
 from fairlead_lightning import compat

@@ -342,7 +342,7 @@ class Trainer(L.Trainer):
     ) -> Predictions | None:
         """`predict` on all ranks, into one folder: `output_dir`, or the next `predictions-N` in the run directory.
 
-        Started again after a kill, it goes on. See `Predictions`; None on a rank that does not see rank 0's disk.
+        Started again after a kill, it goes on. All ranks have to see the folder. See `Predictions`.
         """
         job = self._described(model, more.get("datamodule"))
         run = run_directory(job, self.run_config, self.resolution.job, Path.cwd())

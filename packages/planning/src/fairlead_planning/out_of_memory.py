@@ -17,8 +17,7 @@ from fairlead_planning.memory import MemoryModel, as_dict, fullest
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPStrategyConfig
 from fairlead_strategies.layout import Layout as Mesh
-from fairlead_strategies.mesh.config import MeshStrategyConfig
-from fairlead_strategies.pipeline.config import PipelineFields
+from fairlead_strategies.mesh.config import MeshStrategyConfig, PipelineFields
 
 _WORTH: Final = 0.02
 """What saves less than this share is not named."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from fairlead_strategies.ddp import DDPMixedPrecision, DDPStrategyConfig
-from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
-from fairlead_strategies.deepspeed.fields import DeepSpeedOptimizer, DeepSpeedScheduler
+from fairlead_strategies.ddp import DDPStrategyConfig
+from fairlead_strategies.deepspeed.config import DeepSpeedOptimizer, DeepSpeedScheduler, DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
-from fairlead_strategies.fsdp2 import FSDP2StrategyConfig
-from fairlead_strategies.hybrid import HybridStrategyConfig
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision
-from fairlead_strategies.pipeline_parallel import PipelineParallelStrategyConfig
+from fairlead_strategies.mesh.plugins import (
+    FSDP2StrategyConfig,
+    HybridStrategyConfig,
+    PipelineParallelStrategyConfig,
+    TensorParallelStrategyConfig,
+)
 from fairlead_strategies.single_device import SingleDeviceStrategyConfig
 from fairlead_strategies.sync_batchnorm import TorchSyncBatchNormLayerSyncConfig
-from fairlead_strategies.tensor_parallel import TensorParallelStrategyConfig
 from fairlead_strategies.xla import XLAStrategyConfig
 
 __all__ = [
-    "DDPMixedPrecision",
     "DDPStrategyConfig",
     "DeepSpeedOptimizer",
     "DeepSpeedScheduler",

@@ -8,23 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from fairlead import Capability, Finding, Resolution, hookimpl
-from fairlead.config_bases import ConfigModel
 from fairlead.findings import Inexact
 from fairlead_strategies.shared import LightningStrategy, ProcessGroupConfig
-
-
-class DDPMixedPrecision(ConfigModel):
-    """The number formats inside DDP; None keeps the parameters' own. For GPUs; torch calls it experimental.
-
-    `trainer.precision` computes under autocast, which chooses a format for each operator; here all of a pass is in one.
-    """
-
-    param_dtype: Literal["float16", "bfloat16"] | None = None
-    """Format of the parameters during forward and backward."""
-    reduce_dtype: Literal["float16", "bfloat16"] | None = None
-    """Format in which gradients are reduced."""
-    buffer_dtype: Literal["float16", "bfloat16"] | None = None
-    """Format of the buffers."""
 
 
 class DDPStrategyConfig(ProcessGroupConfig):
@@ -47,17 +32,6 @@ class DDPStrategyConfig(ProcessGroupConfig):
     init_sync: bool = True
     """Start every rank with rank 0's parameters and buffers, and compare their shapes. False: they are known to be
     equal, and a start is faster; ranks that were seeded differently then train different models."""
-    skip_all_reduce_unused_params: bool = False
-    """With `find_unused_parameters`: do not send the gradients of buckets that no rank has used in a step."""
-    mixed_precision: DDPMixedPrecision | None = None
-    """Formats of parameters, buffers and what is sent. It needs GPUs."""
-    local_sgd_period: int | None = Field(None, gt=0)
-    """Post-local SGD (Lin et al. 2018): average the weights of all ranks every so many steps instead of their
-    gradients in every step. It trains differently, and a checkpoint has rank 0's weights. The Trainer only."""
-    local_sgd_start_iter: int = Field(100, ge=0)
-    """Steps with averaged gradients before post-local SGD starts."""
-    local_sgd_within: Literal["node", "rank"] = "node"
-    """With post-local SGD gradients are still averaged within a `node`, or not at all (`rank`)."""
     start_method: Literal["popen", "spawn", "fork"] = "popen"
     """How the ranks of this node are started when nothing else starts them: `popen` runs the script again, `spawn`
     and `fork` use multiprocessing. `spawn` is slower and needs everything to be picklable, but works in a
@@ -94,9 +68,6 @@ class DDP(LightningStrategy):
     runtime = "fairlead_strategies.ddp_runtime:build"
     codes: ClassVar[Mapping[str, str]] = {
         "ddp-comm-hook": "The communication hook of DDP does not work with the process group's backend.",
-        "ddp-local-sgd": "Post-local SGD does not go together with another communication hook, or has no effect.",
-        "ddp-mixed-precision": "DDP's own mixed precision needs GPUs.",
-        "ddp-unused-parameters": "A setting of DDP's for unused parameters has no effect.",
         "ddp-exact-reduction": "An exact order of reduction is asked for together with a communication hook.",
         "ddp-start-method": "DDP is to start ranks itself, but a launcher has started them already.",
     }
@@ -129,7 +100,6 @@ class DDP(LightningStrategy):
                 why="torch sends bfloat16 gradients over NCCL only",
                 fix="ddp_comm_hook: fp16",
             )
-        yield from _more_findings(config, resolution)
         if config.ddp_comm_hook is not None and config.exact_reduction == "on":
             yield Finding(
                 "error",
@@ -149,13 +119,6 @@ class DDP(LightningStrategy):
         config = resolution.strategy
         assert isinstance(config, DDPStrategyConfig)
         hook = config.ddp_comm_hook
-        if config.local_sgd_period is not None:
-            yield Inexact(
-                f"trainer.strategy.local_sgd_period: {config.local_sgd_period}",
-                why="between two averages each rank has weights of its own, and a checkpoint has those of rank 0",
-                fix="leave it out",
-            )
-            return
         if hook == "powersgd":
             yield Inexact(
                 "trainer.strategy.ddp_comm_hook: powersgd",
@@ -186,47 +149,6 @@ ddp_fork_find_unused_parameters_false = DDP(name="ddp", start_method="fork")
 ddp_notebook = DDP(name="ddp", start_method="fork")
 ddp_notebook_find_unused_parameters_false = DDP(name="ddp", start_method="fork")
 ddp_notebook_find_unused_parameters_true = DDP(name="ddp", start_method="fork", find_unused_parameters=True)
-
-
-def _more_findings(config: DDPStrategyConfig, resolution: Resolution) -> Iterator[Finding]:
-    where = "trainer.strategy.local_sgd_period"
-    other = config.ddp_comm_hook or ("exact_reduction: on" if config.exact_reduction == "on" else None)
-    if config.local_sgd_period is not None and other is not None:
-        yield Finding(
-            "error",
-            "ddp-local-sgd",
-            f"local_sgd_period does not work together with {other}",
-            where=where,
-            why="both are communication hooks, and DDP takes only one",
-            fix="leave one of them out",
-        )
-    if config.local_sgd_period is not None and config.local_sgd_within == "node" and resolution.num_nodes == 1:
-        yield Finding(
-            "warning",
-            "ddp-local-sgd",
-            "post-local SGD has no effect on one node",
-            where=where,
-            why="local_sgd_within: node still averages the gradients of all ranks of a node in every step",
-            fix="local_sgd_within: rank, or leave local_sgd_period out",
-        )
-    if config.mixed_precision is not None and resolution.device_type == "cpu":
-        yield Finding(
-            "error",
-            "ddp-mixed-precision",
-            "DDP's mixed_precision does not run on a CPU",
-            where="trainer.strategy.mixed_precision",
-            why="torch copies the parameters on a stream of the accelerator",
-            fix="trainer.precision: bf16-mixed",
-        )
-    if config.skip_all_reduce_unused_params and not config.find_unused_parameters:
-        yield Finding(
-            "warning",
-            "ddp-unused-parameters",
-            "skip_all_reduce_unused_params has no effect",
-            where="trainer.strategy.skip_all_reduce_unused_params",
-            why="DDP does not look for unused parameters",
-            fix="find_unused_parameters: true",
-        )
 
 
 def _fixed_order(config: DDPStrategyConfig, backend: str) -> bool:

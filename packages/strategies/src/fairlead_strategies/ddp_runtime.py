@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
-from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_distributed import register_exact_reduction
 from fairlead_distributed.process_group import leave_at_exit
@@ -40,20 +36,7 @@ class DDPStrategy(LightningDDPStrategy):
         """Wraps the model, then registers the hook."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        if self._config.local_sgd_period is None:
-            register_hook(self._config, self.model)
-        else:
-            # Lightning averages the weights where it finds this state.
-            self._ddp_comm_state = self._local_sgd()
-            self.model.register_comm_hook(self._ddp_comm_state, post_localSGD_hook.post_localSGD_hook)
-
-    def _local_sgd(self) -> post_localSGD_hook.PostLocalSGDState:
-        size = 1 if self._config.local_sgd_within == "rank" else self.num_processes
-        own, _ = dist.new_subgroups(group_size=size)  # type: ignore[no-untyped-call]
-        state: post_localSGD_hook.PostLocalSGDState = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
-            process_group=None, subgroup=own, start_localSGD_iter=self._config.local_sgd_start_iter
-        )
-        return state
+        register_hook(self._config, self.model)
 
 
 class FabricDDP(FabricDDPStrategy):
@@ -99,21 +82,9 @@ def build(config: DDPStrategyConfig, context: BuildContext) -> DDPStrategy | Fab
         "gradient_as_bucket_view": config.gradient_as_bucket_view,
         "static_graph": config.static_graph,
     }
-    names = ("broadcast_buffers", "init_sync", "skip_all_reduce_unused_params")
+    names = ("broadcast_buffers", "init_sync")
     # Only what is asked for: torch warns of a `broadcast_buffers` that is given, whatever it says.
     kwargs |= {
         name: value for name in names if (value := getattr(config, name)) != type(config).model_fields[name].default
     }
-    if config.mixed_precision is not None:
-        formats = {name: getattr(torch, kind) for name, kind in config.mixed_precision.model_dump().items() if kind}
-        kwargs["mixed_precision"] = _MixedPrecision(**formats)
-    if context.engine == "trainer":
-        return DDPStrategy(config, model_averaging_period=config.local_sgd_period, **kwargs)
-    if config.local_sgd_period is not None:
-        raise ConfigError(
-            "Fabric does not average weights",
-            where="trainer.strategy.local_sgd_period",
-            why="post-local SGD does it after each step; in a custom training loop, do it yourself",
-            fix="torch.distributed.algorithms.model_averaging in your loop, or leave it out",
-        )
-    return FabricDDP(config, **kwargs)
+    return DDPStrategy(config, **kwargs) if context.engine == "trainer" else FabricDDP(config, **kwargs)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy as LightningFSDP
 from lightning.pytorch.strategies import Strategy
@@ -23,24 +24,162 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from torch.distributed.fsdp.wrap import enable_wrap, size_based_auto_wrap_policy
 from torch.nn import Module
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from fairlead.errors import CheckpointError, ConfigError
 from fairlead.interfaces import BuildContext
-from fairlead_distributed import fsdp_state
+from fairlead_distributed import checkpoint_layers, fsdp_state
 from fairlead_distributed.full_state import named_as, plain_state
-from fairlead_distributed.fully_sharded import mixed_precision_of
+from fairlead_distributed.fully_sharded import mixed_precision_of, wrap_fsdp
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
-from fairlead_strategies.fsdp_fabric import FabricFSDP
-from fairlead_strategies.fsdp_wrapping import (
-    Classes,
-    autocast_on,
-    call_through,
-    layer_wrapper,
-    wrap_rest,
-    wrapping_options,
-)
 from fairlead_strategies.shared import load_classes
+
+Classes = set[type[Module]]
+_ROOT = "_fairlead_fsdp_root"
+
+
+def wrapping_options(strategy: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a strategy of Lightning's gives to FSDP, but for the device."""
+    return {
+        **kwargs,
+        "cpu_offload": strategy.cpu_offload,
+        "mixed_precision": strategy.mixed_precision_config,
+        "sharding_strategy": strategy.sharding_strategy,
+    }
+
+
+def autocast_on(device: torch.device, precision: Any) -> None:
+    """Lightning's precision computes under CUDA's autocast, whatever the device is."""
+    if device.type != "cuda" and "mixed" in precision.precision:
+        dtype = torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+        precision.forward_context = functools.partial(torch.autocast, device.type, dtype=dtype)
+
+
+def layer_wrapper(device: torch.device) -> Callable[..., FullyShardedDataParallel]:
+    """What torch's `wrap(layer)` is to make of a layer."""
+
+    def make(layer: Module, **options: Any) -> FullyShardedDataParallel:
+        return wrap_fsdp(layer, device, **options)
+
+    return make
+
+
+def wrap_rest(model: Module, device: torch.device, checkpointed: Classes, options: dict[str, Any]) -> Module:
+    """Wraps what the user's `configure_model` has not: at least the rest of the module, as its root.
+
+    Lightning leaves that out, and then nobody averages the gradients of the rest.
+    """
+    if _ROOT in vars(model):  # it has been trained before, and its parameters are shards: a test after a fit
+        root: Module = vars(model)[_ROOT][0]
+        return root
+    checkpoint_layers(model, checkpointed)
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        options.pop("auto_wrap_policy", None)  # the user has chosen the units
+    for part in model.modules():
+        if isinstance(part, Metric):
+            part.to(device)  # FSDP moves only what has parameters
+    if isinstance(model, FullyShardedDataParallel):
+        return model
+    root = wrap_fsdp(model, device, **options)
+    vars(model)[_ROOT] = [root]  # in a list: as an attribute it would be a module inside of itself
+    return root
+
+
+def call_through(root: Module, module: Module) -> None:
+    """Has `module(x)` in a callback or at the end of a fit gather the parameters that only the root knows.
+
+    Lightning goes through the root for the steps alone; elsewhere the module would find its own shards.
+    """
+    if vars(module).get("forward") is not None and getattr(module.forward, "_through", None) is root:
+        return
+    own, inside = module.forward, [False]
+
+    def enter(*_: Any) -> None:
+        inside[0] = True
+
+    def leave(*_: Any) -> None:
+        inside[0] = False
+
+    root.register_forward_pre_hook(enter)
+    root.register_forward_hook(leave, always_call=True)
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) if inside[0] else root(*args, **kwargs)
+
+    forward._through = root  # type: ignore[attr-defined]
+    module.forward = forward
+
+
+class FabricFSDP(FabricFSDPStrategy):
+    """Fabric's FSDP on any device."""
+
+    def __init__(self, mesh: tuple[int, ...], checkpointed: Classes, **kwargs: Any) -> None:
+        super().__init__(device_mesh=mesh, **kwargs)  # type: ignore[arg-type]  # one dimension will do, too
+        self._mesh = self._fsdp_kwargs.pop("device_mesh")
+        self._checkpointed = checkpointed
+
+    def setup_environment(self) -> None:
+        """Connects the ranks, then makes the mesh of their devices."""
+        super().setup_environment()
+        self._fsdp_kwargs["device_mesh"] = init_device_mesh(self.root_device.type, self._mesh)
+
+    def setup_module(self, module: Module) -> Module:
+        """Wraps what the user has not: at least the rest of the module, as its root."""
+        autocast_on(self.root_device, self.precision)
+        return wrap_rest(module, self.root_device, self._checkpointed, wrapping_options(self, self._fsdp_kwargs))
+
+    def module_sharded_context(self) -> AbstractContextManager[None]:
+        """Inside, torch's `wrap(layer)` makes a unit of a layer."""
+        context: AbstractContextManager[None] = enable_wrap(
+            wrapper_cls=layer_wrapper(self.root_device), **wrapping_options(self, self._fsdp_kwargs)
+        )
+        return context
+
+    def full_parameters(self, module: Module) -> dict[str, Tensor]:
+        """All parameters of a module that was set up, by their names, whole and on the CPU; on all ranks together."""
+        return fsdp_state.full_parameters(_root(module))
+
+    def full_gradients(self, module: Module) -> dict[str, Tensor]:
+        """Its gradients after a backward pass in the same way; without those of parameters that have none."""
+        return fsdp_state.full_gradients(_root(module))
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """As Lightning does; whole states on a CPU are gathered here, where its way ends in a segmentation fault."""
+        modules = [part for part in state.values() if isinstance(part, Module) and _is_sharded(part)]
+        if self._state_dict_type == "full" and self.root_device.type == "cpu" and len(modules) == 1:
+            full: dict[str, Any] = {}
+            with fsdp_state.full_state(modules[0], rank0_only=True):
+                for key, part in state.items():
+                    full[key] = _gathered(modules[0], part)
+                    if filter is not None and key in filter:
+                        full[key] = {name: value for name, value in full[key].items() if filter[key](name, value)}
+            if self.is_global_zero:
+                torch.save(full, path)
+            return
+        super().save_checkpoint(path, state, storage_options, filter)
+
+
+def _gathered(module: Module, part: Any) -> Any:
+    if isinstance(part, Optimizer):
+        return FullyShardedDataParallel.optim_state_dict(module, part)
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def _is_sharded(module: Module) -> bool:
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
+def _root(module: Module) -> Module:
+    """FSDP's own module in what Fabric gave to the loop."""
+    return next(part for part in module.modules() if isinstance(part, FullyShardedDataParallel))
 
 
 class FSDPStrategy(LightningFSDP):

@@ -21,22 +21,6 @@ DIMENSIONS: Final = ("pipeline", "replicate", "shard", "context", "tensor")
 Size = Annotated[int, Field(gt=0)]
 SizeOrAuto = Size | Literal["auto"]
 
-NEIGHBOURS: Final[Mapping[str, tuple[str, ...]]] = {
-    "data_parallel_replicate_degree": ("replicate",),
-    "data_parallel_shard_degree": ("shard",),
-    "tensor_parallel_degree": ("tensor",),
-    "pipeline_parallel_degree": ("pipeline",),
-    "context_parallel_degree": ("context",),
-    "expert_parallel_degree": ("expert",),
-    "dp_replicate_size": ("replicate",),
-    "dp_shard_size": ("shard",),
-    "tp_size": ("tensor",),
-    "cp_size": ("context",),
-    "data_parallel_size": ("shard", "replicate"),  # where nothing is sharded it counts the copies
-    "tensor_parallel_size": ("tensor",),
-}
-"""What torchtitan (`..._degree`), Accelerate (`..._size`) and Lightning call our fields; the first that there is."""
-
 
 @dataclass(frozen=True)
 class Layout:

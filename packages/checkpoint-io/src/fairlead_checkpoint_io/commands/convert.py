@@ -9,11 +9,10 @@ from typing import Any
 
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError, did_you_mean
-from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, known_formats
+from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, known_formats, torch_file
 from fairlead_checkpoint_io.commands.destination import prepare_target, source_and_target, write_at_once
 from fairlead_checkpoint_io.commands.sources import Source, size_text, sources
 from fairlead_checkpoint_io.commands.states import only_weights, read_any
-from fairlead_checkpoint_io.own_formats import torch_file
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:

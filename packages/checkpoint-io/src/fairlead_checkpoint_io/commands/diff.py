@@ -18,7 +18,7 @@ from fairlead_checkpoint_io.commands.states import read_file
 from fairlead_checkpoint_io.files.formats import REST
 from fairlead_checkpoint_io.files.shards import Shards
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
-from fairlead_runs.commands.texts import or_dash, table
+from fairlead_runs.commands.texts import table
 from fairlead_runs.describe import plain
 
 _SHOWN: Final = 40
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     if not found:
         session.print(f"equal in every bit: {same} tensors and values")
         return 0
-    rows = [("name", "what", "max abs", "max rel", "max ULP"), *(_cells(item) for item in found[:_SHOWN])]
+    rows = [("name", "what", "max abs", "max rel"), *(_cells(item) for item in found[:_SHOWN])]
     for line in table(rows):
         session.print(line)
     if len(found) > _SHOWN:
@@ -113,11 +113,11 @@ def _cells(item: Mapping[str, Any]) -> tuple[str, ...]:
     name = _short(item["name"])
     if item["kind"] == "values":
         what = f"{item['differing']} of {item['of']} elements, {item['a']}"
-        return name, what, *(_number(item[key]) for key in ("max_abs", "max_rel")), or_dash(item["max_ulp"])
+        return name, what, *(_number(item[key]) for key in ("max_abs", "max_rel"))
     if item["kind"].startswith("only"):
         side = item["kind"][-1]
-        return name, f"only in {side.upper()}: {item[side]}", "", "", ""
-    return name, f"{item['a']} -> {item['b']}", "", "", ""
+        return name, f"only in {side.upper()}: {item[side]}", "", ""
+    return name, f"{item['a']} -> {item['b']}", "", ""
 
 
 def _number(value: float | str) -> str:
@@ -208,7 +208,6 @@ class Difference(NamedTuple):
     of: int
     max_abs: float  # inf where one is infinite or NaN and the other is not
     max_rel: float  # divided by the larger of both magnitudes
-    max_ulp: int | None  # how many representable numbers apart; None for integers
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
@@ -218,8 +217,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     first, second = a.reshape(-1), b.reshape(-1)
-    count, ulp = 0, 0
-    largest, relative = 0.0, 0.0
+    count, largest, relative = 0, 0.0, 0.0
     for start in range(0, first.numel(), _PART):
         x, y = (side[start : start + _PART].contiguous() for side in (first, second))
         bits = _BITS[x.element_size()]
@@ -231,11 +229,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
         x, y = (side.view(bits)[other].view(side.dtype) for side in (x, y))  # torch 2.9 cannot index float8
         apart, part = _apart(x, y)
         largest, relative = max(largest, apart), max(relative, part)
-        if x.is_floating_point():
-            ulp = max(ulp, _ulp(x, y))
-    if not count:
-        return None
-    return Difference(count, first.numel(), largest, relative, ulp if first.is_floating_point() else None)
+    return Difference(count, first.numel(), largest, relative) if count else None
 
 
 def _apart(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
@@ -249,18 +243,3 @@ def _apart(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     size = torch.maximum(p.abs(), q.abs())
     part = torch.where(apart == 0, 0.0, apart / size)
     return float(apart.max()), float(torch.where(part.isnan(), math.inf, part).max())
-
-
-def _ulp(x: torch.Tensor, y: torch.Tensor) -> int:
-    """How many representable numbers apart two sets of numbers are at most."""
-    bits = _BITS[x.element_size()]
-    if x.element_size() == 1:
-        return 0  # numbers of eight bits have several formats, and NaNs in odd places
-    lowest = torch.iinfo(bits).min
-    p, q = (side.view(bits).to(torch.int64) for side in (x, y))
-    # Negative numbers count downwards from zero.
-    p, q = (torch.where(side < 0, lowest - side, side) for side in (p, q))
-    same_side = (p < 0) == (q < 0)
-    near = torch.where(same_side, p - q, 0).abs()
-    far = [abs(int(a)) + abs(int(b)) for a, b in zip(p[~same_side].tolist(), q[~same_side].tolist(), strict=True)]
-    return max(int(near.max()), max(far, default=0))

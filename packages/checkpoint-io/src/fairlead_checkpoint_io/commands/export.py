@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from fairlead import yaml
 from fairlead.cli.session import Session
@@ -20,8 +19,6 @@ from fairlead_checkpoint_io.files.formats import WEIGHTS_FILE
 from fairlead_runs.checkpoint_job import job_file
 from fairlead_runs.commit import hash_file
 from fairlead_runs.commit.manifest import MANIFEST, Manifest
-
-_PACKAGES: Final = ("fairlead", "torch", "lightning", "safetensors", "numpy", "transformers", "deepspeed")
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
@@ -40,7 +37,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         def fill(folder: Path) -> None:
             left_out.extend(write_weights(weights, folder / WEIGHTS_FILE, describe(source, state)))
             (folder / job.name).write_bytes(job.read_bytes())
-            card = _model_card(target.name, document, metadata, job.parent, folder / WEIGHTS_FILE)
+            card = _model_card(target.name, document, metadata, folder / WEIGHTS_FILE)
             (folder / "README.md").write_text(card, encoding="utf-8")
             files = {name: hash_file(folder / name) for name in sorted(os.listdir(folder))}
             (folder / MANIFEST).write_bytes(Manifest.now(files, metadata).dump())
@@ -62,8 +59,8 @@ def _metadata(source: Source, state: Mapping[str, Any]) -> dict[str, Any]:
 # -- README.md
 
 
-def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], run: Path, weights: Path) -> str:
-    """The text of README.md: what the model is, what it was trained on, with what, and lines that load it."""
+def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], weights: Path) -> str:
+    """The text of README.md: what the model is, what it was trained on, and lines that load it."""
     model, data = _spec(job.get("model")), _spec(job.get("data"))
     by_script = "class" not in model  # a loop names its modules
     if by_script and len(model) == 1:
@@ -95,14 +92,11 @@ def _model_card(name: str, job: Mapping[str, Any], metadata: Mapping[str, Any], 
     if isinstance(metrics, Mapping) and metrics:
         lines += ["", "## Metrics", "", *_table(("metric", "value"), list(metrics.items()))]
     spec = yaml.dump({"model": job.get("model"), "data": job.get("data")}).rstrip()
-    lines += ["", "## Model", "", "```yaml", spec, "```", "", "## Load it", "", *_loading(name, model, by_script)]
-    versions = _versions(run)
-    if versions:
-        lines += ["", "## Trained with", "", *_table(("package", "version"), versions)]
+    lines += ["", "## Model", "", "```yaml", spec, "```", "", "## Load it", "", *_loading(name, by_script)]
     return "\n".join(lines) + "\n"
 
 
-def _loading(name: str, model: Mapping[str, Any], by_script: bool) -> Iterator[str]:
+def _loading(name: str, by_script: bool) -> Iterator[str]:
     """Lines that run where the model's code can be imported and the folder is in the working directory."""
     if by_script:
         yield "In the script that makes the model, with the folder that holds this one as the working directory:"
@@ -113,14 +107,6 @@ def _loading(name: str, model: Mapping[str, Any], by_script: bool) -> Iterator[s
     yield from ("", "```python", "from fairlead import Trainer", "")
     yield f'trainer = Trainer.from_checkpoint("{name}")  # model, weights and data, as job.yaml describes them'
     yield from ("model = trainer.rebuilt.model", "```")
-    module, colon, kind = str(model.get("class", "")).partition(":")
-    args = model.get("args") or {}
-    plain = colon and kind.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    if plain and not any(isinstance(value, Mapping) and "class" in value for value in args.values()):
-        given = ", ".join(f"{key}={value!r}" for key, value in args.items())
-        yield from ("", "Without Fairlead:", "", "```python", "from safetensors.torch import load_model", "")
-        yield from (f"from {module} import {kind}", "", f"model = {kind}({given})")
-        yield from (f'load_model(model, "{name}/weights.safetensors")', "```")
 
 
 def _spec(value: Any) -> Mapping[str, Any]:
@@ -135,18 +121,3 @@ def _table(head: tuple[str, str], rows: list[tuple[str, Any]]) -> Iterator[str]:
     for key, value in rows:
         cell = str(value).replace("|", "\\|").replace("\n", " ")
         yield f"| {key} | {cell} |"
-
-
-def _versions(run: Path) -> list[tuple[str, Any]]:
-    """Of the run's last start."""
-    starts = run / "starts"
-    numbers = [int(name) for name in os.listdir(starts) if name.isdecimal()] if starts.is_dir() else []
-    if not numbers:
-        return []
-    try:
-        found = json.loads((starts / str(max(numbers)) / "provenance.json").read_bytes())
-        packages = dict(line.split("==", 1) for line in found["packages"])
-        known = [(name, packages[name]) for name in _PACKAGES if name in packages]
-        return [("python", found["python"]["version"]), *known]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # the start was killed before it was written; the card is right without it

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fairlead.cli.session import Session
-from fairlead.errors import CheckpointError, ConfigError
-from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, format_of, known_formats
-from fairlead_checkpoint_io.commands.file_checks import ProgressReader
+from fairlead.errors import CheckpointError, ConfigError, MissingDependencyError
+from fairlead.install import install_line
+from fairlead_checkpoint_io.checkpoint_format import CheckpointFormat, Verified, format_of, known_formats
 from fairlead_checkpoint_io.commands.sources import checkpoints_folder, existing, is_stored, size_text, stored_run
 from fairlead_checkpoint_io.files.formats import names_in
 from fairlead_runs.commit import list_checkpoints, read_latest, read_manifest
@@ -23,6 +25,70 @@ from fairlead_runs.commit.files import FileHash, new_hasher
 from fairlead_runs.commit.manifest import MANIFEST, file_problem
 from fairlead_runs.remote import RemoteCheckpoint, Store
 from fairlead_runs.remote.checkpoints import changed
+
+_CHUNK: Final = 4 << 20
+
+
+def verify_archive(path: Path) -> Verified:
+    """A file of torch.save: the checksum of each record."""
+    if zipfile.is_zipfile(path):
+        problem = _archive_problem(path)
+        return Verified("the checksums inside the file", {path.name: problem} if problem else {})
+    with path.open("rb") as file:
+        if file.read(2) == b"PK":
+            return Verified("", {path.name: "its end is missing: it was cut off"})
+    return Verified("nothing was compared: files of torch before 1.6 hold no checksums", {})
+
+
+def _archive_problem(path: Path) -> str | None:
+    """The first record whose checksum is wrong."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                try:
+                    with archive.open(info) as record:
+                        while record.read(_CHUNK):
+                            pass
+                except (zipfile.BadZipFile, NotImplementedError, EOFError):
+                    return f"its record {info.filename} does not match its checksum"
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None
+
+
+def verify_safetensors(path: Path) -> Verified:
+    """A file of safetensors: its size, and what its header says of it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            wanted = 8 + length + max(ends, default=0)
+            problem = None if size == wanted else f"{size} bytes, should be {wanted}"
+        except (ValueError, KeyError, TypeError, IndexError):
+            problem = "its header is damaged"
+    return Verified("its size against its header; it holds no checksums", {path.name: problem} if problem else {})
+
+
+def verify_shards(path: Path) -> Verified:
+    """A distributed folder without a manifest: the sizes of its files, which torch's own `.metadata` knows."""
+    try:
+        from fairlead_checkpoint_io.files.shards import Shards
+    except ImportError as error:
+        raise MissingDependencyError(
+            "verifying a distributed checkpoint without a manifest needs torch",
+            where=str(path),
+            why="which files it has is in torch's own .metadata",
+            fix=install_line("lightning"),
+        ) from error
+    try:
+        damage = Shards(path).wrong_files()
+    except CheckpointError as error:
+        damage = {".metadata": error.why or error.what}
+    return Verified("sizes only: without a manifest there are no checksums", damage)
 
 
 @dataclass
@@ -35,20 +101,18 @@ class Checked:
     size: int = 0
     note: str = ""
     damage: dict[str, str] = field(default_factory=dict)
-    reads: dict[str, Callable[[ProgressReader], str | None]] = field(default_factory=dict)
+    reads: dict[str, Callable[[], str | None]] = field(default_factory=dict)
 
-    def expect(
-        self, files: Mapping[str, FileHash], read: Callable[[str, FileHash, ProgressReader], str | None]
-    ) -> None:
+    def expect(self, files: Mapping[str, FileHash], read: Callable[[str, FileHash], str | None]) -> None:
         """Notes what the manifest says, and how each file that is not known to be damaged is read."""
         for algorithm in {expected.algorithm for expected in files.values()}:
             new_hasher(algorithm)
         self.files, self.size = len(files), sum(expected.size for expected in files.values())
         self.reads = {name: partial(read, name, files[name]) for name in files if name not in self.damage}
 
-    def ask(self, format_: CheckpointFormat, verify: str, reader: ProgressReader) -> None:
+    def ask(self, format_: CheckpointFormat, verify: str) -> None:
         """Has the checkpoint's format read all of it."""
-        self.note, self.damage = format_.call(verify, self.path, reader.add)
+        self.note, self.damage = format_.call(verify, self.path)
 
     def __str__(self) -> str:
         files = f"{self.files} files" if self.files != 1 else "1 file"
@@ -76,13 +140,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     else:
         checked = _on_disk(existing(arguments.path, session), known_formats(session), newest=arguments.newest)
     tasks = [(one, name, read) for one in checked for name, read in one.reads.items()]
-    bar = session.stderr if session.stderr.isatty() and not arguments.json else None
-    reader = ProgressReader(sum(each.size for each in checked), bar)
-    try:
-        with ThreadPoolExecutor(arguments.threads or min(16, os.cpu_count() or 1)) as pool:
-            problems = list(pool.map(lambda task: task[2](reader), tasks))
-    finally:
-        reader.close_bar()
+    with ThreadPoolExecutor(arguments.threads or min(16, os.cpu_count() or 1)) as pool:
+        problems = list(pool.map(lambda task: task[2](), tasks))
     for (one, name, _), problem in zip(tasks, problems, strict=True):
         if problem is not None:
             one.damage[name] = problem
@@ -123,8 +182,8 @@ def _copy(item: RemoteCheckpoint, store: Store) -> Checked:
     one = Checked(Path(item.name), item.url)
     one.damage = {damage.file or item.name: damage.problem for damage in item.damages()}
 
-    def read(name: str, expected: FileHash, reader: ProgressReader) -> str | None:
-        damage = changed(store, item.name, name, expected, reader.add)
+    def read(name: str, expected: FileHash) -> str | None:
+        damage = changed(store, item.name, name, expected)
         return damage.problem if damage is not None else None
 
     if item.manifest is not None:
@@ -176,7 +235,7 @@ def _checkpoint(path: Path, formats: tuple[CheckpointFormat, ...], *, single: bo
         except CheckpointError as error:
             one.damage[MANIFEST] = error.why or error.what
             return one
-        one.expect(files, lambda name, hash_, reader: file_problem(path / name, hash_, deep=True, syscalls=reader))
+        one.expect(files, lambda name, hash_: file_problem(path / name, hash_, deep=True))
         return one
     try:
         kind = format_of(path, formats)

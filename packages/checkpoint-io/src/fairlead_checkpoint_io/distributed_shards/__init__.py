@@ -40,7 +40,7 @@ class DistributedShards(FilePlugin):
     config = DistributedCheckpointIOConfig
     runtime = "fairlead_checkpoint_io.distributed_shards.runtime:build"
     aliases = ("DistributedCheckpointIOPlugin",)
-    formats = ("fairlead_checkpoint_io.own_formats:distributed",)
+    formats = ("fairlead_checkpoint_io.checkpoint_format:distributed",)
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:

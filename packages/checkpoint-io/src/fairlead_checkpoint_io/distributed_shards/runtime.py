@@ -10,8 +10,7 @@ from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead_checkpoint_io.async_file_runtime import BackgroundCheckpointIO
 from fairlead_checkpoint_io.distributed_shards import DistributedCheckpointIOConfig
-from fairlead_checkpoint_io.distributed_shards.ranks import Ranks, about
-from fairlead_checkpoint_io.distributed_shards.saving import Agreed, Then, agree, part, save
+from fairlead_checkpoint_io.distributed_shards.saving import Agreed, Ranks, Then, about, agree, part, save
 from fairlead_checkpoint_io.files.layout import to_layout
 from fairlead_checkpoint_io.files.snapshot import copied, on_host
 from fairlead_checkpoint_io.files.writing import local_path

@@ -26,8 +26,6 @@ _ONNX_BYTES: Final = 2**31 - 2**20
 _SHOWN: Final = 3
 _PLACES: Final = re.compile(r'File "([^"]+\.py)", line (\d+)|(\S+\.py)\((\d+)\)|\((\S+\.py):(\d+) in ')
 """How the messages of torch quote a line."""
-_OPERATOR: Final = re.compile(r"(?:torch\.ops\.|OpOverload\(op='|Python function call ')([\w.:]*\w)")
-_NODE: Final = re.compile(r"translating node %(\w+)")
 
 _JIT: Final[Any] = torch.jit  # has no types
 
@@ -44,10 +42,9 @@ class Export:
     root: CodeRoot
     to: str
     notes: list[str] = field(default_factory=list)
-    program: torch.export.ExportedProgram | None = None
 
     def write(self, path: Path) -> None:
-        """Writes the file; `UserCodeError` where the model cannot be exported, with the operator and line."""
+        """Writes the file; `UserCodeError` where the model cannot be exported, with the line."""
         try:
             self._noted(lambda: _FORMATS[self.to][0](self, path))
         except FairleadError:
@@ -69,37 +66,25 @@ class Export:
             return _FORMATS[self.to][1](self, path)
 
     def _refused(self, error: Exception) -> UserCodeError:
-        causes: list[BaseException] = [error]
-        while causes[-1].__cause__ is not None:
-            causes.append(causes[-1].__cause__)
-        told = "\n".join(map(str, causes))
-        operator = next(iter(_OPERATOR.findall(told)), None)
-        lines = [line.rstrip() for line in str(causes[-1]).splitlines() if line.strip()] or [""]
-        place = self._place(causes[-1], told, operator)
-        if place is None and any(self.interface.batched):  # torch.export only says that the batch size is a constant
-            try:
-                self._noted(lambda: _traced(self))
-                place = next((note for note in self.notes if self.is_users(note.partition(":")[0])), None)
-            except Exception as other:
-                place = self._place(other, str(other), None)
+        cause: BaseException = error
+        told = str(error)
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+            told += f"\n{cause}"
+        lines = [line.rstrip() for line in str(cause).splitlines() if line.strip()] or [""]
         return UserCodeError(
-            f"the model cannot be exported to {self.to}" + (f": {operator}" if operator else ""),
-            where=place,
-            why="\n".join([f"{type(causes[-1]).__name__}: {lines[0]}", *lines[1:_SHOWN]]),
+            f"the model cannot be exported to {self.to}",
+            where=self._place(cause, told),
+            why="\n".join([f"{type(cause).__name__}: {lines[0]}", *lines[1:_SHOWN]]),
             fix="change that line, export a part without it (--part NAME), or use another format; --fixed-batch where "
             "the batch size is a constant",
         )
 
-    def _place(self, error: BaseException, told: str, operator: str | None) -> str | None:
-        """The user's line that an exporter was at: of the traceback, the graph, or what its message quotes."""
+    def _place(self, error: BaseException, told: str) -> str | None:
+        """The user's line that an exporter was at: of the traceback, or what its message quotes."""
         frame = user_frames(error, self.root)[-1:]
         if frame and self.is_users(frame[0].filename):
             return f"{frame[0].filename}:{frame[0].lineno}, in {frame[0].name}: {frame[0].line}"
-        node = _NODE.search(told)
-        for one in self.program.graph.nodes if self.program is not None else ():
-            if (node is not None and one.name == node[1]) or (operator and str(one.target).startswith(operator)):
-                told = str(one.meta.get("stack_trace") or told)
-                break
         quoted = [[part for part in at if part] for at in _PLACES.findall(told)]
         return next((f"{file}:{line}" for file, line in reversed(quoted) if self.is_users(file)), None)
 
@@ -129,12 +114,11 @@ def _program(export: Export) -> torch.export.ExportedProgram:
     interface = export.interface
     batch = torch.export.Dim("batch", min=1)
     shapes: Any = tuple({0: batch} if has else None for has in interface.batched)
-    export.program = torch.export.export(
+    return torch.export.export(
         interface.module,
         tuple(interface.sample),
         dynamic_shapes=shapes if any(interface.batched) else None,
     )
-    return export.program
 
 
 def _write_program(export: Export, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from zlib_ng import zlib_ng
 
-from fairlead_checkpoint_io.files.host_buffers import use_huge_pages
+from fairlead_checkpoint_io.files.snapshot import use_huge_pages
 
 _PIECE: Final = 1 << 22
 _FOLDER: Final = 0x10  # of MS-DOS's attributes

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from fairlead.errors import CheckpointError, FairleadError
 from fairlead_checkpoint_io.files.formats import reason
-from fairlead_checkpoint_io.files.host_buffers import Arena
-from fairlead_checkpoint_io.files.overlap import OverlappedCopies
+from fairlead_checkpoint_io.files.snapshot import Arena, OverlappedCopies
 
 _NICER: Final = 10  # where cores are scarce, the steps go first; a loop that waits for a save leaves them all to it
 

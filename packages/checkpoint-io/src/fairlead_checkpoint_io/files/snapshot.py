@@ -3,18 +3,206 @@
 `pickle` refers back to an object that it has seen before, by identity, so two equal states give different bytes when
 one holds a string twice and the other two equal strings, as before and after a resume.  So strings are made one object
 per value, tuples one for each time they occur; lists, dicts and tensors that are shared stay so: that has a meaning.
+
+Copies from GPUs go on while the next step computes.
+
+Only the states of optimizers are copied so, most of what Adam's checkpoints hold: nothing but the step of their
+optimizer changes them, so that one hook is enough.  Weights and buffers are copied before the GPU computes on.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import sys
+import weakref
 from collections import OrderedDict, defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from fairlead.errors import CheckpointError
-from fairlead_checkpoint_io.files.host_buffers import Arena
+
+
+class OverlappedCopies:
+    """A second stream for each GPU; an optimizer that would overwrite what is being copied is held.
+
+    It learns of an optimizer when that makes a step, so the first save knows none.  The host is never held: the
+    GPU waits, in front of the update, behind the forward and backward of the step.
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._own: set[int] = set()
+        self._copies: list[torch.cuda.Event] = []
+        self._hook: RemovableHandle | None = None
+
+    def begin(self) -> None:
+        """A save begins: looks which memory belongs to optimizers, and watches their steps from now on."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        self.watch()
+        self._own = {address for optimizer in self._optimizers for address in storages_of(optimizer)}
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    def watch(self) -> None:
+        """Learns of optimizers by their steps, and holds those steps, until `end`."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def stream(self, source: torch.UntypedStorage) -> torch.cuda.Stream | None:
+        """The stream to copy a GPU's memory in; None: the one that computes."""
+        if source.data_ptr() not in self._own:
+            return None
+        stream = self._streams.get(source.device)
+        if stream is None:
+            stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(source.device))
+        return stream
+
+    def hold(self, event: torch.cuda.Event) -> None:
+        """No optimizer updates anything before this event."""
+        self._copies.append(event)
+
+    def end(self) -> None:
+        """Watches no steps any more; those that come wait for nothing."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A closure computes before it is updated, as Lightning's does: only the update is held."""
+        self._optimizers.add(optimizer)
+        if not self._copies:
+            return None
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._then_held(kwargs["closure"])}
+        if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer
+            return (args[0], self._then_held(args[1]), *args[2:]), kwargs
+        self._wait()
+        return None
+
+    def _then_held(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def held() -> Any:
+            result = closure()
+            self._wait()
+            return result
+
+        return held
+
+    def _wait(self) -> None:
+        copies, self._copies = self._copies, []
+        for event in copies:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+
+def storages_of(optimizer: Optimizer, device_type: str = "cuda") -> set[int]:
+    """The addresses of the memory that only this optimizer's step changes: its state, not its parameters."""
+    leaves = tree_leaves(list(optimizer.state.values()))
+    state = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type == device_type]
+    shared = {_address(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    return {_address(tensor) for tensor in state} - shared
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+_HUGE: Final = 2 << 20
+_MADV_HUGEPAGE: Final = 14
+_LIBC: Final = ctypes.CDLL(None)
+
+
+class Arena:
+    """The buffers of one save, kept by exact size; page-locked ones (`pin`) are faster, but slow to allocate."""
+
+    def __init__(self, *, pin: bool, overlap: OverlappedCopies | None = None) -> None:
+        self._pin = pin
+        self._overlap = overlap
+        self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+        self._used: list[tuple[tuple[int, bool], torch.UntypedStorage]] = []
+        self._streams: set[torch.cuda.Stream] = set()
+        self._copies: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        """A save begins."""
+        if self._overlap is not None:
+            self._overlap.begin()
+
+    def copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The bytes of a CPU or CUDA storage in a buffer; valid after `synchronize`."""
+        on_gpu = source.device.type == "cuda"
+        key = (source.nbytes(), on_gpu and self._pin)
+        idle = self._free.get(key)
+        target = idle.pop() if idle else _allocate(*key)
+        self._used.append((key, target))
+        if on_gpu:
+            self._from_gpu(_as_bytes(target), source)
+        elif key[0]:
+            _as_bytes(target).copy_(_as_bytes(source))
+        return target
+
+    def seal(self) -> None:
+        """All copies have been begun; lets go of buffers that the state has no more use for."""
+        for stream in self._streams:
+            event = stream.record_event()
+            self._copies.append(event)
+            if self._overlap is not None:
+                self._overlap.hold(event)
+        self._streams.clear()
+        self._free.clear()
+
+    def synchronize(self) -> None:
+        """Waits for copies from GPUs, in whichever thread needs the bytes."""
+        for event in self._copies:
+            event.synchronize()
+        self._copies.clear()
+
+    def release(self) -> None:
+        """Makes the buffers free for the next save; what was copied into them is no longer valid."""
+        self.seal()
+        self.synchronize()
+        for key, buffer in self._used:
+            self._free.setdefault(key, []).append(buffer)
+        self._used.clear()
+
+    def _from_gpu(self, target: torch.Tensor, source: torch.UntypedStorage) -> None:
+        side = self._overlap.stream(source) if self._overlap is not None else None
+        stream = side or torch.cuda.current_stream(source.device)
+        memory = _as_bytes(source)
+        with torch.cuda.stream(stream):
+            target.copy_(memory, non_blocking=True)
+        if side is not None:
+            memory.record_stream(side)  # the state may be freed before it is copied
+        self._streams.add(stream)
+
+
+def _allocate(nbytes: int, pinned: bool) -> torch.UntypedStorage:
+    storage = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+    if not pinned:
+        use_huge_pages(storage.data_ptr(), nbytes)
+    return storage
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def use_huge_pages(address: int, nbytes: int) -> None:
+    """Asks Linux to back memory by pages of 2 MiB, as most of the cost of its first use are page faults."""
+    begin, end = -(-address // _HUGE) * _HUGE, (address + nbytes) // _HUGE * _HUGE
+    if begin < end and sys.platform == "linux":
+        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, torch.dtype, torch.device, torch.Size, torch.layout})
 _STRINGS = frozenset({str, bytes})

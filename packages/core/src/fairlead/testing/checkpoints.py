@@ -99,7 +99,7 @@ class CheckpointIOConformance(PluginConformance):
         assert loaded is None, self.broken("a checkpoint with code in it was loaded", "refuse it")
 
     def test_the_commands_take_its_formats(self, tmp_path: Path) -> None:
-        """`fairlead checkpoint` recognises what it saves, and verifies, compares and converts each of its formats."""
+        """`fairlead checkpoint` recognises what it saves by one of its formats, which need no engine to be asked."""
         plugins = self.plugins()
         formats: list[Any] = []  # `fairlead_checkpoint_io.CheckpointFormat`s
         for reference in getattr(self.plugin(plugins), "formats", ()):
@@ -107,11 +107,9 @@ class CheckpointIOConformance(PluginConformance):
             self.imports_no_engine(module, "name what reads and writes as `module:callable`")
             self.require_engines()
             formats.append(getattr(importlib.import_module(module), name, None))
-            assert hasattr(formats[-1], "problems"), self.broken(
+            assert hasattr(formats[-1], "fits"), self.broken(
                 f"`formats` names {reference!r}, a {type(formats[-1]).__name__}", "name a CheckpointFormat"
             )
-            for what, do in formats[-1].problems(self.state(), plugins, tmp_path / name):
-                raise AssertionError(self.broken(f"the format {name}: {what}", do))
         if formats:
             io = self.build(tmp_path / "run")
             io.save_checkpoint(self.state(), tmp_path / "state.ckpt")

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from fairlead_diagnostics.bench.bandwidth import BUS_FACTORS
 from fairlead_diagnostics.pairs import schedule
+from fairlead_distributed.collectives import all_gather_single, reduce_scatter_single
 from fairlead_distributed.process_group import process_group, rank_device
-from fairlead_distributed.torch_names import all_gather_single, reduce_scatter_single
 
 _TIMING_S: Final = 0.2
 """How long one timing lasts; so many calls of a collective fit into it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.torch_names import all_gather_single, reduce_scatter_single
+from fairlead_distributed.collectives import all_gather_single, reduce_scatter_single
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:

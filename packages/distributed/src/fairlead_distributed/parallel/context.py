@@ -16,9 +16,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel._comm import added
-from fairlead_distributed.parallel._context_mode import ContextParallel, Method, current
+from fairlead_distributed.parallel._context import (
+    ContextParallel,
+    Layout,
+    Method,
+    current,
+    gather_sequence,
+    own_tokens,
+    split_sequence,
+)
 from fairlead_distributed.parallel._local import derived
-from fairlead_distributed.parallel._sequence import Layout, gather_sequence, own_tokens, split_sequence
 
 __all__ = [
     "ContextParallel",

@@ -13,7 +13,6 @@ import errno
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
-import torch.distributed as dist
 
 from fairlead.errors import CheckpointError, FairleadError, FingerprintError, RunDirectoryError, RunLockedError
 from fairlead_distributed.info import get_rank
@@ -32,12 +30,12 @@ from fairlead_runs.commit import FileHash, Lock, Manifest, default_algorithm, ha
 from fairlead_runs.commit.files import disk_error, replace_file
 from fairlead_runs.commit.manifest import MANIFEST, json_digest
 from fairlead_runs.fingerprints import Difference, Fingerprint
+from fairlead_runs.waiting import ranks_text
 
 T = TypeVar("T")
 IDENTITY: Final = "prediction.json"
 LOCK: Final = ".lock"
 _TEMPORARY: Final = (".tmp-", ".lock")
-_SEEN_AFTER_S: Final = 5.0  # a network file system shows a new file to the others by then
 _SHOWN: Final = 6
 
 
@@ -79,22 +77,18 @@ class PredictionFolder:
     """
 
     def __init__(self, requested: Path | None, run: Path, settings: Mapping[str, Any]) -> None:
-        self._first = get_rank() == 0
         self._settings: dict[str, Any] = {**settings, "loaders": {}}
         self.fingerprint = json_digest(dict(settings))[:16]
         self._lock: Lock | None = None
         self._hashes: dict[str, FileHash] = {}
         self._totals: dict[int, int | None] = {}
         self._under_way: Future[None] | None = None
-        self._here: list[str] = []  # shards that this rank has written or found
         self.complete = False
-        self.sees = True
-        """Whether this rank sees the predictions that `commit` has made complete: the same file system."""
         self.path: Path = on_rank_0(lambda: self._opened(requested, run))
         try:
-            _made(self.path)  # it may be a disk of this node's own: its shards are sent to rank 0 at the end
+            _require_shared(self.path)
             self.complete = broadcast_object(self.complete)
-            self._shards = self._scanned()
+            self._shards = on_rank_0(self._scanned)
         except BaseException:
             self.close()
             raise
@@ -142,22 +136,14 @@ class PredictionFolder:
                 )
             except OSError as error:
                 raise _full(error, self.path) from error
-            self._here.append(name)
 
     def commit(self) -> None:
-        """Makes the folder readable, once all ranks have written; gathers what is elsewhere. A collective."""
+        """Makes the folder readable, once all ranks have written. A collective."""
         self.settle()
-        if self.complete:
-            self.sees = self._seen()
-            return
-        sent = self._send_missing()
-        hashes = {name: digest for own in gather_objects(self._hashes) for name, digest in own.items()}
-        on_rank_0(lambda: self._committed(hashes))
-        self.complete = True
-        self.sees = self._seen()
-        if not self.sees:
-            for name in sent:
-                (self.path / name).unlink(missing_ok=True)
+        if not self.complete:
+            hashes = {name: digest for own in gather_objects(self._hashes) for name, digest in own.items()}
+            on_rank_0(lambda: self._committed(hashes))
+            self.complete = True
 
     def close(self) -> None:
         """Gives the folder back, once nothing is written any more."""
@@ -262,53 +248,18 @@ class PredictionFolder:
         except OSError as error:
             raise _full(error, self.path) from error
 
-    # -- on all ranks
-
-    def _seen(self) -> bool:
-        deadline = time.monotonic() + _SEEN_AFTER_S
-        while not (seen := (self.path / MANIFEST).exists()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return seen
-
     def _scanned(self) -> dict[str, tuple[int, Done]]:
-        """The shards that the ranks have on their disks, by name, with their loader. A collective."""
-        names = _shard_names(self.path)
-        of_rank_0 = broadcast_object(names)
-        own: dict[str, tuple[int, Done]] = {}
-        for name in names:
-            if name in of_rank_0 and not self._first:
-                continue
+        """The shards that are there, by name, with their loader."""
+        found: dict[str, tuple[int, Done]] = {}
+        for name in _shard_names(self.path):
             try:
                 shard = ShardFile(self.path / name)
             except CheckpointError as error:
                 error.fix = error.fix or "delete this file and start again: its batches are predicted once more"
                 raise
             if shard.fingerprint == self.fingerprint:
-                own[name] = _shard_done(shard)
-        self._here = list(own)
-        return {name: done for part in gather_objects(own) for name, done in part.items()}
-
-    def _send_missing(self) -> list[str]:
-        """Brings to rank 0's folder the shards that only other ranks have; returns those this one has sent."""
-        everyone = gather_objects(self._here)
-        there = set(broadcast_object(os.listdir(self.path) if self._first else []))
-        sent: list[str] = []
-        for rank, names in enumerate(everyone):
-            for name in names:
-                if name in there:
-                    continue
-                there.add(name)
-                try:
-                    if get_rank() == rank:
-                        dist.send_object_list([(self.path / name).read_bytes()], dst=0)
-                        sent.append(name)
-                    elif self._first:
-                        box = [b""]
-                        dist.recv_object_list(box, src=rank)
-                        replace_file(self.path / name, box[0])
-                except OSError as error:
-                    raise _full(error, self.path) from error
-        return sent
+                found[name] = _shard_done(shard)
+        return found
 
 
 def _shard_done(shard: ShardFile) -> tuple[int, Done]:
@@ -359,6 +310,18 @@ def _made(path: Path) -> None:
             why=error.strerror,
             fix="name another one with --out",
         ) from error
+
+
+def _require_shared(path: Path) -> None:
+    """Raises on all ranks where one of them does not see the folder, with rank 0's lock in it. A collective."""
+    blind = [rank for rank, sees in enumerate(gather_objects((path / LOCK).exists())) if not sees]
+    if blind:
+        raise RunDirectoryError(
+            f"{ranks_text(blind)} cannot see the folder for the predictions",
+            where=str(path),
+            why="rank 0 has made it on a file system that their machines do not share",
+            fix="name one on a shared file system with --out",
+        )
 
 
 def _full(error: OSError, path: Path) -> FairleadError:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fairlead.errors import CheckpointError
-from fairlead_distributed.predictions.parquet import write_parquet
 from fairlead_distributed.predictions.records import build
 from fairlead_distributed.predictions.shard_file import ShardFile
 from fairlead_runs.commit import Manifest, read_manifest, verify
@@ -111,9 +110,9 @@ class LoaderPredictions(_Samples):
 class Predictions(_Samples):
     """The predictions in a folder, in the order of the dataset, each sample once, read when they are asked for.
 
-    What `predict_step` returned for a batch is taken apart: a tensor gives its row, a list its item, and a dict, tuple
-    or dataclass of these one with the row or item of each. An object of a class that this process does not know comes
-    as a `types.SimpleNamespace`. With several loaders, the samples of the first come first; `loaders` has each apart.
+    What `predict_step` returned for a batch is taken apart: a tensor gives its row, a list its item, and a dict or
+    tuple of these one with the row or item of each; a named tuple or dataclass comes as a dict, an array as a tensor.
+    With several loaders, the samples of the first come first; `loaders` has each apart.
 
     It holds 16 bytes a sample in memory, no predictions.
 
@@ -163,19 +162,6 @@ class Predictions(_Samples):
         """
         made = [one.to_torch() for one in self.loaders]
         return made[0] if len(made) == 1 else made
-
-    def to_parquet(self, path: str | PathLike[str]) -> None:
-        """Writes a Parquet file, a column for each part of a record, some thousand samples at a time; needs pyarrow.
-
-        `index` is that of the sample, `loader` that of its loader where there are several. A tensor of one number a
-        sample is a column of numbers, one of more a list of numbers, row by row.
-
-        Raises:
-            MissingDependencyError: pyarrow is not installed.
-            ConfigError: A column has what Parquet has no type for.
-        """
-        loaders = [zip(loader.indices.tolist(), loader, strict=True) for loader in self.loaders]
-        write_parquet(loaders, Path(path))
 
     def _one(self, at: int) -> Any:
         number = next(n for n, begin in enumerate(self._begins[1:]) if at < begin)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -18,7 +16,7 @@ from fairlead_distributed.plain_data import ATOMS, from_plain, record_of, to_pla
 Column = Tensor | list[Any]
 """A tensor, shape `(samples, ...)`, or a list with one item for each sample, in the form of `to_plain`."""
 Structure = int | dict[str, Any]
-"""How the columns make a record, as JSON: the number of a column, or a dict, tuple, array or object of such."""
+"""How the columns make a record, as JSON: the number of a column, or a dict or tuple of such."""
 
 _TEXT, _TENSOR, _OTHER = b"s", b"t", b"o"
 _RETURNS: Final = (
@@ -31,7 +29,8 @@ def split(output: Any, samples: int | None) -> tuple[Structure, list[Column]]:
     """The columns of what a batch of so many samples gave; of a sample that is no batch (None) it has one row.
 
     A tensor has the batch as its first dimension, and a list has one item for each sample, which may be of any shape;
-    dicts, tuples, named tuples and dataclasses hold such columns. The columns are copies in the memory of the CPU.
+    dicts and tuples hold such columns, and named tuples and dataclasses, which become dicts. The columns are copies in
+    the memory of the CPU.
 
     Raises:
         UserCodeError: It is None, or a part of it does not have one row for each sample.
@@ -49,7 +48,7 @@ def split(output: Any, samples: int | None) -> tuple[Structure, list[Column]]:
 
 def _split(value: Any, samples: int | None, where: str, columns: list[Column]) -> Structure:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {"array": _split(torch.from_numpy(np.array(value)), samples, where, columns)}
+        value = torch.from_numpy(np.array(value))
     if isinstance(value, Tensor):
         columns.append(_rows(value, samples, where))
     elif isinstance(value, list) and samples is not None:
@@ -63,8 +62,7 @@ def _split(value: Any, samples: int | None, where: str, columns: list[Column]) -
     elif type(value) is tuple:
         return {"tuple": [_split(item, samples, f"{where}[{n}]", columns) for n, item in enumerate(value)]}
     elif not isinstance(value, (*ATOMS, list)) and (record := record_of(value)) is not None:
-        parts = [[name, _split(part, samples, f"{where}.{name}", columns)] for name, part in record.items()]
-        return {"record": [type(value).__module__, type(value).__qualname__, parts]}
+        return {"dict": [[name, _split(part, samples, f"{where}.{name}", columns)] for name, part in record.items()]}
     elif samples in (None, 1):
         columns.append([_plain(value, where)])
     else:
@@ -119,41 +117,20 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         if value.get("fairlead:kind") == "on":
             return value["state"][1].cpu().contiguous()
+        if value.get("fairlead:kind") == "record":  # without its class, which who reads it need not have
+            return _to_cpu(value["state"][2])
         return {key: _to_cpu(item) for key, item in value.items()}
     return type(value)(map(_to_cpu, value)) if isinstance(value, (list, tuple)) else value
 
 
 def build(structure: Structure, column: Callable[[int], Any]) -> Any:
-    """A record of a structure, of what `column` gives for the number of each column.
-
-    An object of a class that this process does not have is a `types.SimpleNamespace` with the same attributes.
-    """
+    """A record of a structure, of what `column` gives for the number of each column."""
     if isinstance(structure, int):
         return column(structure)
     ((kind, parts),) = structure.items()
     if kind == "dict":
         return {key: build(part, column) for key, part in parts}
-    if kind == "tuple":
-        return tuple(build(part, column) for part in parts)
-    if kind == "array":
-        value = build(parts, column)
-        return value.numpy() if isinstance(value, Tensor) else value
-    module, name, fields = parts
-    return _object(module, name, {field: build(part, column) for field, part in fields})
-
-
-def _object(module: str, name: str, values: dict[str, Any]) -> Any:
-    kind: Any = sys.modules.get(module)
-    for part in name.split("."):
-        kind = getattr(kind, part, None)
-    if not isinstance(kind, type):
-        return types.SimpleNamespace(**values)
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, values.values())
-    made = object.__new__(kind)
-    for field, value in values.items():
-        object.__setattr__(made, field, value)
-    return made
+    return tuple(build(part, column) for part in parts)
 
 
 def encoded(value: Any) -> bytes:
@@ -169,7 +146,7 @@ def encoded(value: Any) -> bytes:
 
 
 def decoded(data: bytes) -> Any:
-    """What `encoded` was given, with the objects that it was made of."""
+    """What `encoded` was given."""
     kind, data = data[:1], data[1:]
     if kind == _TEXT:
         return data.decode("utf-8", "surrogatepass")
@@ -180,16 +157,4 @@ def decoded(data: bytes) -> Any:
         if content:
             made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return made
-    return _restored(torch.load(io.BytesIO(data), weights_only=True))
-
-
-def _restored(value: Any) -> Any:
-    """As `from_plain`, but for objects of classes that are not here."""
-    if isinstance(value, dict) and value.get("fairlead:kind") == "record":
-        module, name, values = value["state"]
-        return _object(module, name, {key: _restored(item) for key, item in values.items()})
-    if isinstance(value, dict) and "fairlead:kind" not in value and "fairlead:array" not in value:
-        return {key: _restored(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_restored, value))
-    return from_plain(value)
+    return from_plain(torch.load(io.BytesIO(data), weights_only=True))

@@ -85,11 +85,7 @@ def _names(structure: Structure, count: int) -> list[str]:
             found[part] = path
             return
         ((kind, inner),) = part.items()
-        if kind == "array":
-            walk(inner, path)
-            return
-        named = inner[2] if kind == "record" else inner if kind == "dict" else enumerate(inner)
-        for name, one in named:
+        for name, one in inner if kind == "dict" else enumerate(inner):
             walk(one, f"{path}.{name}")
 
     walk(structure, "data")

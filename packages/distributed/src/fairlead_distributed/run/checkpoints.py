@@ -14,15 +14,24 @@ import torch.distributed as dist
 
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
-from fairlead_distributed.finite import non_finite_weights
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import broadcast_object, gather_objects
 from fairlead_distributed.rng import set_rng_state
-from fairlead_distributed.run.commits import Commit, Commits, Problem, dump, explained, raised_by, write_errors
-from fairlead_distributed.run.finite_check import finite_weights
-from fairlead_distributed.run.rank_files import load_part, rank_file, seed_anew
+from fairlead_distributed.run.commits import (
+    Commit,
+    Commits,
+    Problem,
+    dump,
+    explained,
+    load_part,
+    raised_by,
+    rank_file,
+    seed_anew,
+    write_errors,
+)
 from fairlead_distributed.run.registry import MODEL, OPTIMIZERS, OTHERS, OWN, Layout, Registry, loading
 from fairlead_distributed.run.session import STATE_FILE, RunSession
+from fairlead_distributed.run.silent_faults import finite_weights, non_finite_weights
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import Checkpoint, write_file
 from fairlead_runs.commit.files import hash_file

@@ -7,6 +7,7 @@ the shared state, and rank 0 publishes the checkpoint. Otherwise no rank goes on
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 import warnings
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,8 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_distributed._sampling import derive_seed
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.run.rank_files import rank_file
+from fairlead_distributed.rng import seed_xla
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_runs.checkpoint_io import CheckpointCopies, DurableSaves, ShardedSaves
 from fairlead_runs.commit import (
@@ -38,6 +41,38 @@ from fairlead_runs.commit import (
     stage,
     write_file,
 )
+
+
+def rank_file(rank: int) -> str:
+    """The name of the part of a checkpoint that one rank writes."""
+    return f"rank-{rank:05d}.pt"
+
+
+def load_part(path: Path, what: str = "a rank's part of the checkpoint") -> Any:
+    """What a file of a checkpoint holds, tensors and plain data; `what` is its name in the error.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
+        raise CheckpointError(
+            f"{what} cannot be read",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="name an older checkpoint: --resume PATH, in a script RunConfig(resume=PATH)",
+        ) from error
+
+
+def seed_anew(seed: int, step: int, rank: int) -> None:
+    """Seeds the generators of a `data_rank` where there is no state of them: another number of ranks goes on."""
+    number = derive_seed("rank", seed, step, rank)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+    seed_xla(number)
+
 
 Hashes = Mapping[str, FileHash]
 """The checksums that were computed in passing, by file name."""

@@ -16,10 +16,9 @@ from fairlead_distributed._sharded import is_dtensor, is_fully_sharded
 from fairlead_distributed.batch_order import EpochPosition, ShardedOrder
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.ordered_loader import Replicas, begins_anew, is_ordered, may_differ, over, sharded_order
-from fairlead_distributed.plain_data import from_plain, to_plain
+from fairlead_distributed.plain_data import from_plain, is_stateful, to_plain
 from fairlead_distributed.rng import isolated_rng
 from fairlead_distributed.run.registry import Layout, Registry
-from fairlead_distributed.user_objects import is_stateful
 
 Kind = Literal["ordered", "stateful", "anew"]
 

@@ -21,12 +21,38 @@ from typing import Any, Final
 import torch
 
 from fairlead_distributed.alarms import Alarm, asked_to_stop
-from fairlead_distributed.run.out_of_memory import note_out_of_memory
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_on_signal
 from fairlead_distributed.stuck import GRACE, RankWatch
 from fairlead_launch.reports import REPORT_FD, lost_a_peer
 from fairlead_runs.states import dump_folder
+
+NOTE: Final = (
+    "memory ran out; a smaller batch on each rank, activation checkpointing or sharding (fsdp2) helps: "
+    "`fairlead plan`, or `fairlead_planning.plan` for a loop of your own, says by how much"
+)
+_TEXTS: Final = ("out of memory", "can't allocate memory", "_STATUS_ALLOC_FAILED")
+"""What torch's own errors of another class say: its allocator for CPUs, cuBLAS and cuDNN."""
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that a device's or the host's memory is used up."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def note_out_of_memory(error: BaseException) -> bool:
+    """Adds what helps to the traceback of an error, once; whether memory ran out."""
+    ran_out = ran_out_of_memory(error)
+    if ran_out and NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(NOTE)
+    return ran_out
+
 
 _TIMEOUT: Final = timedelta(minutes=30)
 """Torch's own for a collective, where nothing else is known."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fairlead_distributed.user_objects import is_engines
+from fairlead_distributed.plain_data import is_engines
 
 _DEPTH: Final = 6
 _ITEMS: Final = 256

@@ -6,28 +6,29 @@ import dataclasses
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 
-from fairlead.backends import build_backend
+from fairlead.backends import build_backend, imported
 from fairlead.config import RunConfig, TrainerConfig
-from fairlead.errors import ConfigError
+from fairlead.errors import ConfigError, PluginError
 from fairlead.interfaces import BuildContext, Extras
+from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.resolve import resolve
+from fairlead.validation import dotted, findings_of
 from fairlead_distributed.info import get_local_rank, get_rank, get_world_size
 from fairlead_distributed.process_group import leave_at_exit
-from fairlead_distributed.run.boundary import Boundary
-from fairlead_distributed.run.ending import Ending
+from fairlead_distributed.run.ending import Boundary, Ending
 from fairlead_distributed.run.failure_watch import FailureWatch
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.proof import RankProof, owners_of
 from fairlead_distributed.run.scripts import advice_for_scripts, as_seen, described_job
 from fairlead_distributed.run.session import RunSession
-from fairlead_distributed.run.store_copies import store_copies
 from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.describe import described
@@ -36,6 +37,28 @@ from fairlead_runs.heartbeat import place_of_thread
 from fairlead_runs.lasting_output import give_output_back, keep_output
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_runs.metrics_file import MetricsFile
+
+_BACKEND: Final = "remote"
+
+
+def store_copies(copy_to: str | Mapping[str, Any], plugins: PluginManager) -> CheckpointCopies:
+    """The copies at a URL, as `s3://bucket/runs`, or by the settings of `checkpoint_io: remote` with its `url`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        FairleadError: The plugin is not installed.
+    """
+    plugin = plugins.get("checkpoint_io", _BACKEND)
+    if not isinstance(plugin, CheckpointIOPlugin) or plugin.copies is None:
+        raise PluginError(f"the checkpoint_io {_BACKEND!r} copies nothing by itself", where="copy_to")
+    fields = {"url": copy_to} if isinstance(copy_to, str) else dict(copy_to)
+    try:
+        config = plugin.config.model_validate(fields, context={"plugins": plugins})
+    except ValidationError as error:
+        found = findings_of(error, fields, plugin.config, plugins, lambda path: f"copy_to, {dotted(path)}")
+        raise found[0].as_error() from None
+    copies: CheckpointCopies = imported(plugin.copies, f"the checkpoint_io {_BACKEND!r}")(config)
+    return copies
 
 
 class Stopped(SystemExit):

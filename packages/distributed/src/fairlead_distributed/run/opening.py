@@ -18,14 +18,15 @@ from fairlead.hooks import answer
 from fairlead.plugins import default_plugins
 from fairlead.resolve import Resolution
 from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.run.checksums import check_for, help_to_compare
 from fairlead_distributed.run.proof import RankProof
 from fairlead_distributed.run.resume_source import (
+    check_for,
     committed,
     compares,
     downloaded,
     downloaded_for_now,
     find_resume_source,
+    help_to_compare,
     state_file,
 )
 from fairlead_distributed.run.session import STATE_FILE, RunSession

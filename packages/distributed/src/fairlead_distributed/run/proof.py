@@ -16,8 +16,8 @@ from torch import nn
 from fairlead.config import RunConfig, TrainerConfig
 from fairlead.plugins import PluginManager
 from fairlead_distributed.info import get_rank, get_world_size
+from fairlead_distributed.plain_data import is_engines
 from fairlead_distributed.run.memory import Owner, remembered
-from fairlead_distributed.user_objects import is_engines
 from fairlead_launch.prove.plan import END, RESTORED, Plan, at_step, instructions_in, note
 from fairlead_runs.commit import newest_complete
 

@@ -19,10 +19,9 @@ from fairlead_distributed.divergence import entry_of
 from fairlead_distributed.full_state import named_as, plain_state
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.plain_data import GENERATORS, from_plain, put_back, to_plain
+from fairlead_distributed.plain_data import GENERATORS, from_plain, is_stateful, put_back, to_plain
 from fairlead_distributed.rng import rng_state
 from fairlead_distributed.run.loading import readable_load_errors
-from fairlead_distributed.user_objects import is_stateful
 
 OWN: Final = "fairlead"
 """The key of the run's own entry in the shared state."""

@@ -32,10 +32,9 @@ from fairlead_distributed.run.exactness import ExactnessRecord, loop_reasons
 from fairlead_distributed.run.loading import load_weights
 from fairlead_distributed.run.open_run import OpenRun, Stopped
 from fairlead_distributed.run.registry import Registry, serialize
-from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
-from fairlead_distributed.run.sample_check import SampleCheck
 from fairlead_distributed.run.scripts import run_config
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.silent_faults import OnDivergence, ReplicaCheck, SampleCheck
 from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_runs.batch_size import DATA_RANKS
 from fairlead_runs.guard import StopGuard

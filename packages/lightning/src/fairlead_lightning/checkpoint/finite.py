@@ -13,10 +13,9 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor, nn
 
 from fairlead.findings import Finding
-from fairlead_distributed.finite import non_finite_weights
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.run.finite_check import finite_weights, named_weights, not_finite
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.silent_faults import finite_weights, named_weights, non_finite_weights, not_finite
 from fairlead_runs.batch_size import replicas_of
 from fairlead_runs.waiting import ranks_text
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fairlead.errors import ConfigError
 from fairlead_distributed import replicated_tensors
 from fairlead_distributed._sharded import is_fsdp1
-from fairlead_distributed.run.replica_check import OnDivergence, ReplicaCheck
 from fairlead_distributed.run.session import RunSession
+from fairlead_distributed.run.silent_faults import OnDivergence, ReplicaCheck
 
 _FIX: Final = (
     "A buffer that differs on purpose: trainer.local_buffers: [its name]. Replicas that differ on purpose:\n"

@@ -19,11 +19,10 @@ from fairlead.errors import ConfigError, FairleadError, RunFailedError
 from fairlead.interfaces import BuildContext
 from fairlead.user_code import activate
 from fairlead_distributed.objects import broadcast_object
-from fairlead_distributed.run.failure_watch import SpokenForError
+from fairlead_distributed.run.failure_watch import SpokenForError, note_out_of_memory
 from fairlead_distributed.run.joining import join_process_group, tell_of_failure
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_distributed.run.opening import file_to_evaluate
-from fairlead_distributed.run.out_of_memory import note_out_of_memory
 from fairlead_launch.reports import leave_to_rank_0, lost_a_peer, send_report, shown_after_rank_0, watch_supervisor
 from fairlead_lightning.checkpoint.rebuilt import build_user_object
 from fairlead_lightning.display.quiet import quiet

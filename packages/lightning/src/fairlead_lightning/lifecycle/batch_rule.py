@@ -12,8 +12,8 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from fairlead.errors import ConfigError
 from fairlead.resolution import Resolution
-from fairlead_distributed import all_gather_object
 from fairlead_distributed.learning_rate import apply_lr_factor
+from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.ordered_loader import loader_batch_size
 from fairlead_distributed.run.session import RunSession
 from fairlead_runs.batch_size import GlobalBatch, lr_setting, replicas_in
@@ -137,7 +137,7 @@ def _global(trainer: L.Trainer, size: int) -> GlobalBatch:
 
 def _batch(trainer: L.Trainer, *, needed: bool) -> GlobalBatch | None:
     """What all ranks see; where that is no one number a ConfigError if it is `needed`, else None."""
-    sizes: list[Any] = all_gather_object(_size(trainer))
+    sizes: list[Any] = gather_objects(_size(trainer))
     if not needed and (None in sizes or len(set(sizes)) > 1):
         return None
     if None in sizes:

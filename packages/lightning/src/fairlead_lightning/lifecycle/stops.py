@@ -19,9 +19,8 @@ from fairlead.plugins import default_plugins
 from fairlead_distributed.alarms import to_stderr
 from fairlead_distributed.info import get_world_size
 from fairlead_distributed.loader_workers import protect_workers
-from fairlead_distributed.run.boundary import Boundary
 from fairlead_distributed.run.commits import copies_of
-from fairlead_distributed.run.ending import Ending
+from fairlead_distributed.run.ending import Boundary, Ending
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.checkpoints import Checkpoints

@@ -75,7 +75,7 @@ class DistributedPredictionWriter(L.Callback):
         self.shard_bytes = shard_mib * _MIB
         self.flush_s = flush_s
         self.path: Path | None = None
-        """Where the last prediction was written; None on a rank that does not see rank 0's disk."""
+        """Where the last prediction was written."""
         self.run: Path | None = None
         self.job: Mapping[str, Any] | None = None
         self.say: Callable[[str], object] = rank_zero_info
@@ -145,7 +145,7 @@ class DistributedPredictionWriter(L.Callback):
         assert folder is not None
         self._flush()
         folder.commit()
-        self.path = folder.path if folder.sees else None
+        self.path = folder.path
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -163,7 +163,7 @@ class DistributedPredictionWriter(L.Callback):
         self._close()
 
     def predictions(self) -> Predictions | None:
-        """What was written; None on a rank that does not see rank 0's disk."""
+        """What was written; None where no prediction has run."""
         path = self.path
         if not self._ran:  # in ranks that were spawned from this process
             last = last_number(self.run) if self.run is not None else 0

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairlead_distributed.evaluation_loaders import shard_of
+from fairlead_distributed.evaluation import shard_of
 from fairlead_lightning import compat
 from fairlead_lightning.compat import Logged
 from fairlead_lightning.resume.rank_state import data_rank

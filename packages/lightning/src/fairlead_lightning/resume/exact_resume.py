@@ -22,9 +22,9 @@ from fairlead.findings import Finding, Inexact
 from fairlead_distributed import register_exact_reduction
 from fairlead_distributed.batch_order import EpochPosition
 from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.run.commits import seed_anew
 from fairlead_distributed.run.exactness import ExactnessRecord, kernel_reasons, unseeded
 from fairlead_distributed.run.loading import as_it_was_saved, load_weights
-from fairlead_distributed.run.rank_files import seed_anew
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.resume import rank_state

@@ -17,7 +17,8 @@ from fairlead.findings import Inexact
 from fairlead_distributed import derive_seed
 from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition, Order, ShardedOrder
-from fairlead_distributed.evaluation_loaders import evaluation_loader
+from fairlead_distributed.evaluation import evaluation_loader
+from fairlead_distributed.loader_workers import SeededInWorkers
 from fairlead_distributed.ordered_loader import (
     Replicas,
     begins_anew,
@@ -31,10 +32,8 @@ from fairlead_distributed.ordered_loader import (
     set_in_training,
     sharded_order,
 )
-from fairlead_distributed.plain_data import from_plain, to_plain
+from fairlead_distributed.plain_data import from_plain, is_stateful, to_plain
 from fairlead_distributed.rng import IsolatedGenerators, rng_state, set_rng_state
-from fairlead_distributed.user_objects import is_stateful
-from fairlead_distributed.worker_seeds import SeededInWorkers
 from fairlead_lightning import compat
 from fairlead_lightning.resume.users import watch_loader
 

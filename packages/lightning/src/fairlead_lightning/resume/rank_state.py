@@ -16,7 +16,7 @@ from fairlead.errors import CheckpointError
 from fairlead_distributed import rng_state, set_rng_state
 from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_distributed.module_state import module_state, restore_module
-from fairlead_distributed.run.rank_files import load_part, rank_file
+from fairlead_distributed.run.commits import load_part, rank_file
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_runs.batch_size import replicas_in, replicas_of

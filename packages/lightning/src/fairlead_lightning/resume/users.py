@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
-from fairlead_distributed.plain_data import ATOMS
+from fairlead_distributed.plain_data import ATOMS, OF_A_MODULE, is_engines, is_stateful, is_users_class
 from fairlead_distributed.run.memory import Owner
-from fairlead_distributed.user_objects import OF_A_MODULE, is_engines, is_stateful, is_users_class
 
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
 _SET_IN_TRAINING: Final = frozenset(

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._apart import any_absent, on_all_ranks
-from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed._sharded import any_absent, is_dtensor, on_all_ranks
 from fairlead_distributed.full_state import full_buffers, full_gradients, full_parameters, placements, plain_name
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.rng import cpu_states

@@ -20,9 +20,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch import Size, Tensor
 
 from fairlead.errors import CheckpointError
-from fairlead_strategies.deepspeed.nvme import uses_nvme
-from fairlead_strategies.deepspeed.places import Move, each_by_itself
-from fairlead_strategies.deepspeed.rank_state import CannotRecutError, RankState, recut
+from fairlead_strategies.deepspeed.rank_state import CannotRecutError, Move, RankState, each_by_itself, recut
+from fairlead_strategies.deepspeed.settings import uses_nvme
 
 _PART: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 

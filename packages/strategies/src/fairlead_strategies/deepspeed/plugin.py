@@ -10,8 +10,15 @@ from fairlead.engines import LIGHTNING
 from fairlead.errors import ConfigError
 from fairlead.findings import Inexact
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
-from fairlead_strategies.deepspeed.nvme import nvme_findings, uses_nvme
-from fairlead_strategies.deepspeed.settings import WHERE, conflicts, settings_of, sixteen_bits, words_of_others
+from fairlead_strategies.deepspeed.settings import (
+    WHERE,
+    conflicts,
+    nvme_findings,
+    settings_of,
+    sixteen_bits,
+    uses_nvme,
+    words_of_others,
+)
 from fairlead_strategies.shared import LightningStrategy
 
 LOSS_SCALE: Final = frozenset({"init_scale", "growth_interval", "growth_factor", "backoff_factor"})

@@ -33,9 +33,8 @@ from fairlead.findings import raise_errors
 from fairlead.interfaces import BuildContext
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.full_state import gradients, optimizer_state, parameters
-from fairlead_strategies.deepspeed.nvme import APT, uses_nvme
 from fairlead_strategies.deepspeed.other_ranks import from_other_ranks
-from fairlead_strategies.deepspeed.settings import conflicts, settings_of
+from fairlead_strategies.deepspeed.settings import APT, conflicts, settings_of, uses_nvme
 
 RENAMED: Final = r"`torch\.distributed\.\w+` is deprecated"
 """How torch 2.13 warns of the collectives that DeepSpeed calls, in every process and again and again."""

@@ -1,14 +1,15 @@
-"""The settings that the strategies on a device mesh share."""
+"""The settings of the strategies on a device mesh: what all share, and those of layers, sequences, experts, stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fairlead.config_bases import ConfigModel
-from fairlead_strategies.layout import DIMENSIONS, NEIGHBOURS, Layout
+from fairlead_runs.pipeline_schedule import SCHEDULES, Schedule
+from fairlead_strategies.layout import DIMENSIONS, Layout
 from fairlead_strategies.shared import ClassPaths, ProcessGroupConfig
 
 FloatType = Literal["float32", "float16", "bfloat16"]
@@ -59,34 +60,6 @@ class MeshStrategyConfig(ProcessGroupConfig):
     whole checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
     them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""
 
-    _spelled: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _neighbours_names(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(data, dict):
-            return handler(data)
-        renamed: dict[str, Any] = {}
-        spelled: dict[str, str] = {}
-        for key, value in data.items():
-            own = next((one for one in NEIGHBOURS.get(key, ()) if one in cls.model_fields), None)
-            if own is None:
-                renamed[key] = value
-                continue
-            if own in data or own in spelled.values():
-                raise ValueError(f"`{key}` is another name of `{own}`; give one of them")
-            spelled[key] = own
-            rest = value == -1 and key.endswith("_degree")  # torchtitan's word for what is left
-            renamed[own] = "auto" if rest else value
-        config = handler(renamed)
-        config._spelled = spelled
-        return config
-
-    @property
-    def spelled(self) -> Mapping[str, str]:
-        """The neighbours' names that the config was written with, and our field for each."""
-        return self._spelled
-
     def layout(self, world_size: int) -> Layout:
         """The mesh of so many ranks; a ConfigError where the sizes do not fit."""
         fields = [name for name in (*DIMENSIONS, "expert") if name in type(self).model_fields]
@@ -96,3 +69,82 @@ class MeshStrategyConfig(ProcessGroupConfig):
     def data_parallel_ranks(self, world_size: int) -> int:
         """How many of the ranks have batches of their own; see `fairlead_runs.batch_size`."""
         return self.layout(world_size).data_parallel
+
+
+class TensorPlanConfig(MeshStrategyConfig):
+    """How layers are split, for the strategies that do."""
+
+    plan: dict[str, str] | Literal["auto"] = "auto"
+    """Which layer is split how: patterns of module names (`blocks.*.up: colwise`, `blocks.*.down: rowwise`; of several
+    that match, the last counts), with the words of `fairlead_distributed.parallel.plans.WORDS`. `auto` knows the blocks
+    of Llama, Qwen, GPT-2 and torch.nn, and refuses a model in which it finds none."""
+    sequence_parallel: bool = False
+    """Also split what lies between the split layers, such as norms, along the sequence: less memory for activations,
+    the same communication."""
+    loss_parallel: bool = False
+    """Leave the logits of a split output layer on their ranks and compute the cross entropy of the parts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plan_says_something(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("plan") == {}:
+            raise ValueError("`plan` is empty, and nothing would be split; write `auto`, or patterns of layers")
+        return data
+
+
+class ContextFields(MeshStrategyConfig):
+    """How the ranks that share a sequence compute its attention."""
+
+    context_method: Literal["allgather", "ulysses"] = "allgather"
+    """How attention sees the whole sequence: keys and values of all ranks are gathered, or heads are exchanged for
+    positions (Ulysses, arXiv:2309.14509)."""
+    context_balance: bool = True
+    """Give each rank a piece of the beginning and one of the end of the sequence, so that causal attention costs all
+    the same. The length must be a multiple of twice `context` then."""
+
+
+class ExpertFields(MeshStrategyConfig):
+    """How many ranks share the experts of a mixture."""
+
+    expert: int = Field(1, gt=0)
+    """Ranks of `shard` that share the experts of each mixture: each has some of them, reads samples of its own and
+    sends their tokens to the experts that they choose. A mixture is a module with `router` (or `gate`), `experts` and
+    `top_k`, whose output is the sum of the chosen experts, weighted by the router's softmax. Adds no ranks."""
+
+
+Numbers = Annotated[
+    tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
+]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+
+
+class PipelineFields(MeshStrategyConfig):
+    """How a model becomes stages, and in which order they work."""
+
+    schedule: Schedule = "1f1b"
+    """In which order a rank works on micro-batches. `gpipe`: all forward passes, then all backward passes; keeps the
+    activations of all micro-batches. `1f1b`: a backward pass as soon as there is one; keeps those of as many
+    micro-batches as there are stages. `interleaved_1f1b`: several short stages a rank, a smaller bubble.
+    `interleaved_zero_bubble` and `zbv_zero_bubble` compute gradients of weights where a rank would wait."""
+    micro_batches: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Into how many parts a batch is cut; a batch that they do not divide is cut into fewer. `auto`: up to four times
+    the stages' ranks, with which ranks wait for less than a fifth of a step."""
+    stages_per_rank: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Stages on each rank; `auto`: as many as the schedule needs, 1 or 2."""
+    split: Literal["parameters", "layers"] | Numbers | Names = "parameters"
+    """Where the stages begin. `parameters` and `layers` give all stages about as many of them. A list of numbers says
+    how many layers each stage has (`[8, 8, 8]`: the last of four takes the rest); a list of names with which layer each
+    one begins."""
+    first_stage_less_layers: float = Field(0, ge=0)
+    """Layers that the first stage has less than others, since it has other work, such as an embedding."""
+    last_stage_less_layers: float = Field(0, ge=0)
+    """Layers that the last stage has less than others: it has the output layer and the loss."""
+    check_loss: bool = True
+    """Compare the loss of the first step with that of the full batch, which shows whether `pipeline_weight` is needed.
+    It stores the outputs of that batch."""
+
+    @property
+    def local_stages(self) -> int:
+        """Stages on each rank."""
+        fewest, _ = SCHEDULES[self.schedule].stages_per_rank
+        return fewest if self.stages_per_rank == "auto" else self.stages_per_rank

@@ -1,14 +1,17 @@
-"""The mesh of ranks that a layout describes, and what ranks of one batch must have in common."""
+"""The mesh of ranks that a layout describes, what ranks of one batch must have in common, and what Lightning asks."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
 
 from fairlead.errors import ConfigError
 from fairlead_strategies.layout import Layout
@@ -87,3 +90,31 @@ def from_first_rank(tensor: torch.Tensor, mesh: DeviceMesh, device: torch.device
             dist.broadcast(there, group=mesh.get_group(name), group_src=0)
     if there is not tensor:
         tensor.copy_(there)
+
+
+class RanksOnMesh:
+    """A mixin for Lightning's ModelParallelStrategy, of which there are two unrelated ones.
+
+    Attributes:
+        layout: The sizes of the mesh.
+        name: The literal of the strategy, for a module that asks `trainer.strategy.name`.
+    """
+
+    layout: Layout
+    name: str
+    global_rank: int
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which of the batches this rank takes: those of its replica, as the other ranks of it do."""
+        return {"num_replicas": self.layout.data_parallel, "rank": self.layout.data_rank(self.global_rank)}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Seeds the workers of a loader by the replica.
+
+        Lightning would seed them by the rank, and each rank of a replica would augment a sample in another way.
+        """
+        if isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+            rank = self.layout.data_rank(self.global_rank)
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+        return dataloader

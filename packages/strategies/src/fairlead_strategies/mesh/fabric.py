@@ -17,7 +17,7 @@ from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm
 from fairlead_strategies.layout import Layout
 from fairlead_strategies.mesh.config import MeshStrategyConfig
-from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_mesh
+from fairlead_strategies.mesh.device_mesh import RanksOnMesh, agree_on_random_numbers, make_mesh
 from fairlead_strategies.mesh.full_state import (
     cut_model,
     cut_optimizer,
@@ -25,9 +25,7 @@ from fairlead_strategies.mesh.full_state import (
     model_on_first_rank,
     optimizer_on_first_rank,
 )
-from fairlead_strategies.mesh.parallelize import parallelize
-from fairlead_strategies.mesh.ranks import RanksOnMesh
-from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.parallelize import is_parallelised, parallelize
 
 
 class FabricMesh(RanksOnMesh, ModelParallelStrategy):

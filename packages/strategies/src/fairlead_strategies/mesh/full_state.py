@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fairlead_distributed._apart import absent, first_rank
+from fairlead_distributed._sharded import absent, first_rank
 from fairlead_distributed.full_state import plain_state
-from fairlead_strategies.mesh.cut import like
-from fairlead_strategies.mesh.units import reshard
+from fairlead_strategies.mesh.parallelize import reshard
+
+
+def like(value: Any, own: Any) -> Any:
+    """A whole tensor cut as `own` is, without communication; anything else stays as it is."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    device = own.to_local().device
+    return distribute_tensor(value.to(device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+@contextmanager
+def tuples_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """What was a tuple in a group before a load in the block is one after it: torch makes lists of them on the way."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = [[name for name, value in group.items() if isinstance(value, tuple)] for group in groups]
+    yield
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, tuples in zip(groups, names, strict=True):
+        group.update({name: tuple(group[name]) for name in tuples})
+
 
 Held = Mapping[Any, tuple[Any, Any]]
 """Entries of a state by their keys: the value, and the parameter that it belongs to."""
@@ -43,7 +63,7 @@ def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | No
             apart[key] = value
             speaks = first_rank(parameter.device_mesh) == dist.get_rank()
     announced: list[Any] = [None] * size
-    announcement = {key: _kind(value) for key, value in apart.items()} if speaks else {}
+    announcement = {key: announced_as(value) for key, value in apart.items()} if speaks else {}
     dist.all_gather_object(announced, announcement, group=group)
     for key, value in apart.items():
         full = _full(value)
@@ -145,6 +165,6 @@ def _full(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _kind(value: Any) -> tuple[Any, Any, Any]:
+def announced_as(value: Any) -> tuple[Any, Any, Any]:
     """What travels with the announcement: a value, or shape and format of a tensor that follows."""
     return (None, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value, None, None)

@@ -21,24 +21,21 @@ from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm, no_sync
+from fairlead_distributed.fsdp_state import destinations
 from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
-from fairlead_strategies.mesh.checkpoint import destinations, tuples_kept
-from fairlead_strategies.mesh.config import MeshStrategyConfig
-from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, lightnings_mesh, make_mesh
-from fairlead_strategies.mesh.fields import TensorPlanConfig
+from fairlead_strategies.mesh.config import MeshStrategyConfig, TensorPlanConfig
+from fairlead_strategies.mesh.device_mesh import RanksOnMesh, agree_on_random_numbers, lightnings_mesh, make_mesh
 from fairlead_strategies.mesh.full_state import (
     cut_model,
     cut_optimizer,
     forget_absent,
     model_on_first_rank,
     optimizer_on_first_rank,
+    tuples_kept,
 )
-from fairlead_strategies.mesh.parallelize import parallelize
-from fairlead_strategies.mesh.ranks import RanksOnMesh
-from fairlead_strategies.mesh.steps import gather_for_steps
-from fairlead_strategies.mesh.units import is_parallelised
+from fairlead_strategies.mesh.parallelize import gather_for_steps, is_parallelised, parallelize
 
 
 class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
@@ -206,7 +203,8 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         assert self.lightning_module is not None
         found = None
         if path.is_dir() and isinstance(io, ShardedLoads):
-            found = io.load_shards(path, destinations(self.model, self.optimizers), weights_only)
+            own = plain_state(get_model_state_dict(self.model))
+            found = io.load_shards(path, destinations(own, self.optimizers), weights_only)
         if found is None and path.is_dir():
             with tuples_kept(self.optimizers):
                 found = super().load_checkpoint(path, weights_only)

@@ -5,24 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from fairlead.errors import ConfigError
 from fairlead_distributed.parallel import plans
 from fairlead_distributed.parallel.expert import mixtures_of
 from fairlead_distributed.parallel.pipeline.splitting import (
     layer_costs,
-    measured_costs,
     split_at,
     split_by_cost,
     split_by_counts,
 )
+from fairlead_strategies.mesh.config import ExpertFields, PipelineFields, TensorPlanConfig
 from fairlead_strategies.mesh.experts import lists_of_experts
-from fairlead_strategies.mesh.fields import ExpertFields, TensorPlanConfig
 from fairlead_strategies.mesh.parallelize import plan_of_strategy
-from fairlead_strategies.pipeline.config import PipelineFields
 from fairlead_strategies.shared import load_classes
 
 
@@ -53,8 +49,6 @@ def _parts(
     costs = [1.0] * len(layers)
     if split == "parameters":
         costs = layer_costs(layers)
-    elif split == "cost":
-        costs = _measured(module, layers)
     return split_by_cost(
         costs,
         stages,
@@ -118,20 +112,3 @@ def _left(config: PipelineFields, module: nn.Module) -> frozenset[int]:
 def _present(paths: tuple[str, ...], module: nn.Module, name: str) -> tuple[str, ...]:
     found = {path: load_classes((path,), f"trainer.strategy.{name}") for path in paths}
     return tuple(path for path, kinds in found.items() if any(isinstance(m, tuple(kinds)) for m in module.modules()))
-
-
-def _measured(module: pl.LightningModule, layers: list[nn.Module]) -> list[float]:
-    example: Any = module.example_input_array
-    if example is None:
-        raise ConfigError(
-            f"{type(module).__name__} has no example_input_array to measure its layers with",
-            fix="set self.example_input_array to what its forward takes, or split: parameters",
-        )
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        device = next((p.device for layer in layers for p in layer.parameters()), None)
-        inputs = example if isinstance(example, tuple) else (example,)
-        box = [measured_costs(layers, *tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs))]
-    dist.broadcast_object_list(box, src=0)
-    costs: list[float] = box[0]
-    return costs

@@ -1,4 +1,4 @@
-"""What the stages hold, put together under the names of the whole model; and back."""
+"""What the stages hold, optimizers too, put together under the names of the whole model; and back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-from fairlead_distributed._apart import absent, on_all_ranks
-from fairlead_strategies.mesh.cut import like
-from fairlead_strategies.mesh.full_state import Held, on_first_rank
+from fairlead.errors import ConfigError
+from fairlead_distributed._sharded import absent, on_all_ranks
+from fairlead_strategies.mesh.full_state import Held, announced_as, like, on_first_rank
 from fairlead_strategies.pipeline.stages import Names
+
+
+def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """For each group of an optimizer the names of its parameters.
+
+    Raises:
+        ConfigError: It cannot be used where each rank has some of the parameters.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "LBFGS does not work in a pipeline",
+            where="configure_optimizers",
+            why="each of its steps depends on all parameters together, and evaluates the loss several times",
+            fix="use an optimizer that updates each parameter by itself, such as AdamW",
+        )
+    named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [list(dict.fromkeys(group)) for group in named]
+
+
+def keep_own(optimizer: Optimizer, own: set[int]) -> None:
+    """Leaves this rank's parameters in an optimizer."""
+    for group in optimizer.param_groups:
+        own_numbers = [number for number, parameter in enumerate(group["params"]) if id(parameter) in own]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][number] for number in own_numbers]
+    for parameter in [one for one in optimizer.state if id(one) not in own]:
+        del optimizer.state[parameter]
+
+
+def to_device(optimizers: list[Optimizer], device: torch.device) -> None:
+    """Moves what the optimizers keep of their parameters to where these are."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
 
 
 def gather(
@@ -44,20 +81,20 @@ def gather(
         full = on_first_rank(own, device, stage)
     else:
         full = {name: _full(value, stage) for name, (value, _) in own.items()}
-    kinds = {n: _kind(v) for n, v in full.items()}
+    kinds = {n: announced_as(v) for n, v in full.items()}
     announced: list[Any] = [None] * ranks
     dist.all_gather_object(announced, kinds, group=group)
     found: dict[str, Any] = {}
     for owner, theirs in enumerate(announced):
-        for name, kind in theirs.items():
+        for name, (value, shape, dtype) in theirs.items():
             if name in found:
                 continue
-            if not isinstance(kind, tuple):
-                found[name] = kind.value
+            if dtype is None:
+                found[name] = value
                 continue
-            shape, dtype = kind
             if everyone:
-                there = full[name].to(device).contiguous() if rank == owner else _empty(shape, dtype, device)
+                here = rank == owner
+                there = full[name].to(device).contiguous() if here else torch.empty(shape, dtype=dtype, device=device)
                 dist.broadcast(there, group_src=owner, group=group)
                 mine = full.get(name, there)  # of a weight that several hold, which may have come apart
                 # A copy: what is compared later must not be clipped or trained on meanwhile.
@@ -70,25 +107,10 @@ def gather(
             else:
                 found[name] = None
                 if rank == 0:
-                    there = _empty(shape, dtype, device)
+                    there = torch.empty(shape, dtype=dtype, device=device)
                     dist.recv(there, group_src=owner, group=group)
                     found[name] = there.cpu()
     return found if everyone or rank == 0 else {}
-
-
-class _Value:
-    """Something that is no tensor and travels with the announcement."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _kind(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else _Value(value)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _full(value: Any, stage: dist.ProcessGroup | None) -> Any:

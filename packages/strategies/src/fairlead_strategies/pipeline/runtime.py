@@ -19,30 +19,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._apart import absent
+from fairlead_distributed._sharded import absent
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
-from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages, picture
-from fairlead_distributed.parallel.pipeline.tied import Tied
+from fairlead_distributed.parallel.pipeline import Pipeline, clip_grad_norm_over_stages
+from fairlead_distributed.parallel.pipeline.between_stages import Tied
 from fairlead_runs.pipeline_schedule import stage_rank
 from fairlead_strategies.layout import Layout
-from fairlead_strategies.mesh.device_mesh import agree_on_random_numbers, make_mesh
+from fairlead_strategies.mesh.config import PipelineFields
+from fairlead_strategies.mesh.device_mesh import RanksOnMesh, agree_on_random_numbers, make_mesh
 from fairlead_strategies.mesh.experts import ExpertMeshes
 from fairlead_strategies.mesh.full_state import Held, forget_absent
-from fairlead_strategies.mesh.parallelize import checkpointed_classes, parallelize
-from fairlead_strategies.mesh.ranks import RanksOnMesh
-from fairlead_strategies.mesh.units import reshard
-from fairlead_strategies.pipeline.config import PipelineFields
-from fairlead_strategies.pipeline.contract import layer_names, layers_of
+from fairlead_strategies.mesh.parallelize import checkpointed_classes, parallelize, reshard
 from fairlead_strategies.pipeline.cutting import check_layers, for_stage, parts_of
 from fairlead_strategies.pipeline.gathering import (
     full_optimizer_state,
     gather,
+    keep_own,
     local_optimizer_state,
     local_state,
+    named_groups,
     optimizer_entries,
+    to_device,
 )
-from fairlead_strategies.pipeline.model import PipelinedModule
-from fairlead_strategies.pipeline.optimizers import keep_own, named_groups, to_device
+from fairlead_strategies.pipeline.model import PipelinedModule, layer_names, layers_of
 from fairlead_strategies.pipeline.stages import Split, split_module
 
 
@@ -203,9 +202,6 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         config, ranks = self._config, self.layout.pipeline
         lines = [f"pipeline of {ranks} ranks, schedule {config.schedule}", *split.described]
         lines += [f"{name} is held by pipeline ranks {', '.join(map(str, held))}" for name, held in split.tied]
-        shown = ranks * config.local_stages + 2 if config.micro_batches == "auto" else config.micro_batches
-        if ranks * config.local_stages <= 4 and shown <= 8:
-            lines += [f"{shown} micro-batches:", picture(config.schedule, ranks, shown, config.local_stages)]
         rank_zero_info("\n".join(lines))
 
     # -- steps

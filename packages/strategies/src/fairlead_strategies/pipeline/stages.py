@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.parallel.pipeline.tied import Tied, groups_of, shared_by_stages
+from fairlead_distributed.parallel.pipeline.between_stages import Tied, groups_of, shared_by_stages
 
 
 class Elsewhere(nn.Module):

@@ -1,11 +1,9 @@
 """Pipeline parallelism for any PyTorch loop: each rank holds some of the layers, and passes activations on."""
 
-from fairlead_distributed.parallel.pipeline.norm import clip_grad_norm_over_stages
-from fairlead_distributed.parallel.pipeline.picture import measured_bubble, picture
+from fairlead_distributed.parallel.pipeline.between_stages import clip_grad_norm_over_stages
 from fairlead_distributed.parallel.pipeline.pipeline import Pipeline
 from fairlead_distributed.parallel.pipeline.splitting import (
     layer_costs,
-    measured_costs,
     split_at,
     split_by_cost,
     split_by_counts,
@@ -17,9 +15,6 @@ __all__ = [
     "PipelineStage",
     "clip_grad_norm_over_stages",
     "layer_costs",
-    "measured_bubble",
-    "measured_costs",
-    "picture",
     "split_at",
     "split_by_cost",
     "split_by_counts",

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from fairlead.engines import too_old
 from fairlead.errors import ConfigError
-from fairlead_distributed.parallel.pipeline.inference import run_forward
-from fairlead_distributed.parallel.pipeline.micro_batches import cut, digest, joined, rows_of, signature
-from fairlead_distributed.parallel.pipeline.picture import schedule_class
+from fairlead_distributed.parallel.pipeline.between_stages import Tied, add_up
+from fairlead_distributed.parallel.pipeline.micro_batches import cut, digest, joined, rows_of, run_forward, signature
 from fairlead_distributed.parallel.pipeline.stage import RunningStage
-from fairlead_distributed.parallel.pipeline.tied import Tied, add_up
 from fairlead_runs.pipeline_schedule import SCHEDULES, Schedule, choose_micro_batches, stage_rank
 
 _KEPT = 4  # schedules laid out for different shapes of batches
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_TORCHS: Final[Mapping[Schedule, type]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": ScheduleZBVZeroBubble,
+}
+
+
+def schedule_class(schedule: Schedule, micro_batches: int, stages: int) -> Any:
+    """Torch's class; with fewer micro-batches than stages torch has no 1F1B, which then is the same as GPipe."""
+    return ScheduleGPipe if schedule == "1f1b" and micro_batches < stages else _TORCHS[schedule]
 
 
 class Pipeline:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import nn
 
 from fairlead.errors import ConfigError
@@ -114,40 +111,6 @@ def split_by_cost(
 def layer_costs(layers: Sequence[nn.Module]) -> list[float]:
     """The parameters of each layer, which most of its work and memory follow; one of none counts as one parameter."""
     return [float(max(1, sum(p.numel() for p in layer.parameters()))) for layer in layers]
-
-
-def measured_costs(layers: Sequence[nn.Module], *inputs: Any, repeats: int = 4) -> list[float]:
-    """The seconds that each layer takes for a forward pass of these inputs, the least of several; nothing is trained.
-
-    The whole chain runs `repeats` times: the first pass, in which memory is allocated and threads start, and what else
-    the machine does for a while delay one pass of all layers, not all passes of one.
-
-    The state of dropout and of norms stays as it is: the layers are put into evaluation mode meanwhile. It takes the
-    whole chain where it lies, so do this on one rank and let the others have its answer.
-
-    Example:
-        >>> layers = [nn.Linear(8, 8), nn.Sequential(*[nn.Linear(8, 8)] * 50), nn.Tanh()]
-        >>> split_by_cost(measured_costs(layers, torch.ones(2, 8)), 2)  # doctest: +SKIP
-        [range(0, 1), range(1, 3)]
-    """
-    modes = [(module, module.training) for layer in layers for module in layer.modules()]
-    costs = [float("inf")] * len(layers)
-    try:
-        for layer in layers:
-            layer.eval()
-        with torch.no_grad():
-            for _ in range(repeats):
-                value: Any = inputs if len(inputs) > 1 else inputs[0]
-                for index, layer in enumerate(layers):
-                    begin = time.perf_counter()
-                    value = layer(*value) if isinstance(value, tuple) else layer(value)
-                    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                        torch.cuda.synchronize()
-                    costs[index] = min(costs[index], time.perf_counter() - begin)
-    finally:
-        for module, training in modes:
-            module.training = training
-    return costs
 
 
 def _enough(layers: int, stages: int) -> None:
