@@ -104,8 +104,8 @@ class BatchRule:
             )
 
     def _look_at_the_loaders(self, trainer: L.Trainer, say: Callable[[str], None]) -> None:
-        """What the text of the job's data did not show already; of too few workers Lightning itself warns."""
-        said = {finding.code for finding in self._resolution.findings} | {"workers-none"}
+        """What the settings of the job's data did not show already."""
+        said = {finding.code for finding in self._resolution.findings}
         device, ranks = trainer.strategy.root_device.type, trainer.world_size // trainer.num_nodes
         here = dataclasses.replace(self._resolution, devices=ranks, device_type=device)
         for number, loader in enumerate(_loaders(trainer)):
