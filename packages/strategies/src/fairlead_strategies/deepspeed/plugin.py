@@ -48,7 +48,7 @@ class DeepSpeed(LightningStrategy):
         "deepspeed-config": "DeepSpeed's own configuration cannot be read, or holds what DeepSpeed does not know.",
         "deepspeed-conflict": "DeepSpeed's own configuration and the trainer say different things.",
         "deepspeed-environment": "The variable PL_DEEPSPEED_CONFIG_PATH is set, and has no effect.",
-        "deepspeed-nvme": "This machine cannot offload to NVMe: a library or the folder is missing.",
+        "deepspeed-nvme": "This machine cannot offload to NVMe: the folder is missing.",
         "deepspeed-precision": "DeepSpeed does not compute in this precision on this device.",
         "deepspeed-optimizer": "DeepSpeed's configuration names an optimizer or a schedule of its own.",
         "precision-scaler": "The strategy does not use the gradient scaler's settings.",
@@ -156,7 +156,7 @@ class DeepSpeed(LightningStrategy):
                     why="DeepSpeed's configuration names one",
                     fix=f"leave {name} out, where the module's own is meant",
                 )
-        yield from nvme_findings(settings, environ, here=resolution.inside_job)
+        yield from nvme_findings(settings, here=resolution.inside_job)
 
 
 def _not_on_cpus(resolution: Resolution) -> Iterator[Finding]:

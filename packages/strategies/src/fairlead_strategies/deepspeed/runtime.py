@@ -34,7 +34,7 @@ from fairlead.interfaces import BuildContext
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.full_state import gradients, optimizer_state, parameters
 from fairlead_strategies.deepspeed.other_ranks import from_other_ranks
-from fairlead_strategies.deepspeed.settings import APT, conflicts, settings_of, uses_nvme
+from fairlead_strategies.deepspeed.settings import conflicts, settings_of, uses_nvme
 
 RENAMED: Final = r"`torch\.distributed\.\w+` is deprecated"
 """How torch 2.13 warns of the collectives that DeepSpeed calls, in every process and again and again."""
@@ -263,5 +263,5 @@ def _require_async_io(settings: dict[str, Any]) -> None:
             "DeepSpeed's reading and writing of NVMe (async_io) cannot be compiled on this machine",
             where="trainer.strategy",
             why="a test program that uses libaio does not compile",
-            fix=f"{APT} (yum install libaio-devel), or offload to the device cpu",
+            fix="apt install libaio-dev (yum install libaio-devel), or offload to the device cpu",
         )
