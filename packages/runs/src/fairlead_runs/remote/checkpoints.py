@@ -194,16 +194,12 @@ def discard_incomplete(store: Store, *, before_each: Callable[[], None] = lambda
     return left
 
 
-def changed(
-    store: Store, checkpoint: str, name: str, expected: FileHash, count: Callable[[int], None] | None = None
-) -> Damage | None:
-    """What is wrong with the content of one file, by reading all of it; `count` is told of each piece's bytes."""
+def changed(store: Store, checkpoint: str, name: str, expected: FileHash) -> Damage | None:
+    """What is wrong with the content of one file, by reading all of it."""
     hasher, size = new_hasher(expected.algorithm), 0
     for chunk in store.chunks(f"{checkpoint}/{name}"):
         hasher.update(chunk)
         size += len(chunk)
-        if count is not None:
-            count(len(chunk))
     if FileHash(expected.algorithm, hasher.hexdigest(), size) == expected:
         return None
     return Damage(Path(checkpoint), name, wrong_checksum(expected))
