@@ -47,7 +47,10 @@ TEST_TOOLS = {"pytest", "_pytest", "hypothesis"}
 # Where a process may touch its own environment other than as the default of an injectable `environ`.
 ENVIRONMENT_PLACES = {
     ("fairlead_lightning.commands.local", "setdefault"): "what torch reads at its import, in a rank's own process",
-    ("fairlead_lightning.verify.rates", "Call"): "a user's configure_optimizers that asks there is told of other ranks",
+    (
+        "fairlead_lightning.verify.reference",
+        "Call",
+    ): "a user's configure_optimizers that asks there is told of other ranks",
     ("fairlead_environments.runtime", "Assign"): "a rank of `ddp_spawn` has its own, which does not travel in a pickle",
     ("fairlead_distributed.testing", "Dict"): "the processes of a test have the variables of the test, and their own",
     ("fairlead_launch.forkserver", "items"): "a server has the variables of its process",

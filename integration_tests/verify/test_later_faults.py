@@ -153,7 +153,7 @@ def test_rates_that_are_made_of_the_ranks_are_taken(found: Judge, name: str, rat
     """Everything else is compared at the same rates."""
     said = found(name)
     assert said["ok"], said
-    (line,) = (one for one in said["said"] if one.startswith("learning rates"))
+    (line,) = (one for one in said["remarks"] if one.startswith("learning rates"))
     assert f"learning rates {rates}, made of the number of ranks ({proof}" in line
     assert "learning rates" not in said["compared"]
     assert "learning rates, which are made of the number of ranks" in said["not_compared"]
@@ -172,8 +172,8 @@ def test_ranks_that_each_shuffle_leave_out_samples(found: Judge, name: str) -> N
 def test_what_was_not_compared_is_said(found: Judge) -> None:
     """A warm-up that moves weights by less than float32 tells; a loss of whole batches; gradients that are zero."""
     assert "weights, which hardly moved" in found("warming up")["not_compared"]
-    assert any("looks at the whole batch of a replica" in one for one in found("whole batch")["said"])
-    assert any("zero by construction" in one and "convolution.0.bias" in one for one in found("normalized")["said"])
+    assert any("looks at the whole batch of a replica" in one for one in found("whole batch")["remarks"])
+    assert any("zero by construction" in one and "convolution.0.bias" in one for one in found("normalized")["remarks"])
     assert "statistics of local batch norms" in found("counting")["not_compared"]
     assert not any("which samples" in one for one in found("shuffled")["not_compared"])
 

@@ -73,7 +73,7 @@ def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
     tensors = {"gradients": 10, "to the optimizer": 10, "weights, step 1": 10, "weights": 10}
     assert counts == {**tensors, "optimizer state": 30, "clipping norm": 2, "learning rates": 3, "losses": 3}
     assert "what the optimizer holds" not in said["not_compared"]
-    assert "dropout set to 0 (1 rates)" in said["said"][0]
+    assert "dropout set to 0 (1 rates)" in said["remarks"][0]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_wrong_gradient_of_attention_is_red(found: Judge) -> None:
     assert said["first"]["name"] == "inlet.weight"
     assert "qkv.weight" in said["red"]
     assert "head.weight" not in said["red"][: said["compared"]["gradients"]["red"]]
-    assert said["causes"] == ["not known: no factor, no missing part, no zeros"]
+    assert said["causes"][0].startswith("not known")
 
 
 def test_divided_experts_are_equal(found: Judge) -> None:
@@ -207,7 +207,7 @@ def test_two_dead_models_do_not_agree(found: Judge) -> None:
 def test_a_batch_norm_is_compared_replica_by_replica_and_said(found: Judge) -> None:
     said = found("batch norm")
     assert said["ok"], said
-    assert any("batch norm computes over the batch of each replica (norm)" in one for one in said["said"])
+    assert any("batch norm computes over the batch of each replica (norm)" in one for one in said["remarks"])
 
 
 def test_a_model_that_draws_random_numbers_cannot_be_verified(found: Judge) -> None:

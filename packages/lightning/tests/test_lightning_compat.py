@@ -452,7 +452,7 @@ class Watcher(L.Callback):
     def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
         return None
 
-    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
+    def requesting_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         return nullcontext()
 
     def _note(self, name: str) -> None:
@@ -664,7 +664,7 @@ def test_the_loaders_of_a_validation_are_those_of_an_epoch() -> None:
 
     class Sets(L.Callback):
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            compat.set_validation_asked(trainer, trainer.current_epoch)
+            compat.set_validation_requested(trainer, trainer.current_epoch)
 
     settings: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}
     plain(**settings).fit(Line(), datamodule=Asked())

@@ -45,7 +45,7 @@ def test_each_dimension_above_one_is_two(devices: int, strategy: Any, ranks: int
     assert layout.ranks == ranks
     assert layout.settings["trainer.devices"] == ranks
     assert layout.settings.get("trainer.strategy") == changed
-    assert bool(layout.said) == (ranks != devices)
+    assert bool(layout.remarks) == (ranks != devices)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_a_pipeline_keeps_its_stages_and_the_rest() -> None:
     layout = small(devices=128, strategy={"name": "hybrid", **sizes})
     assert layout.ranks == 16
     said = "scaled down from 128 ranks (pipeline 4 -> 2, shard 4 -> 2, tensor 4 -> 2); --full verifies all of them"
-    assert layout.said == (said,)
+    assert layout.remarks == (said,)
 
 
 def test_the_full_layout_is_as_it_is() -> None:
     layout = small(full=True, devices=8, strategy={"name": "fsdp2", "shard": 8})
-    assert (layout.ranks, layout.said) == (8, ())
+    assert (layout.ranks, layout.remarks) == (8, ())
     assert "trainer.strategy" not in layout.settings
 
 
@@ -87,7 +87,7 @@ def test_what_is_not_split_is_refused() -> None:
 def test_a_low_precision_is_verified_in_full_and_said() -> None:
     layout = small(devices=2, strategy="ddp", precision="bf16-mixed")
     assert layout.settings["trainer.precision"] == "32-true"
-    assert "not in bf16-mixed" in layout.said[0]
+    assert "not in bf16-mixed" in layout.remarks[0]
 
 
 def verdict(**changes: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def verdict(**changes: Any) -> dict[str, Any]:
         "wrong": [],
         "compared": {"gradients": worst},
         "alive": {"gradient_norm": 1.0, "losses": [2.0, 1.0], "moved": 8, "still": []},
-        "said": [],
+        "remarks": [],
         "ranks": [2, 4],
         "not_compared": ["later steps than 3", "dropout (set to 0)"],
         **changes,

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fairlead_lightning.verify.numbers import Rates
-from fairlead_lightning.verify.rates import alike, by_rule, shown, told_of
+from fairlead_lightning.verify.reference import alike, by_rule, seeing_world_size, shown
 
 ALONE: Rates = [[0.1, 0.2], [0.2, 0.2], [0.3, 0.2]]
 
@@ -47,7 +47,7 @@ def test_code_that_asks_for_the_ranks_is_told_so() -> None:
     """In each way in which people ask; behind it everything is as it was."""
     trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1)
     before = dict(os.environ)
-    with told_of(4):
+    with seeing_world_size(4):
         assert trainer.world_size == trainer.num_devices == 4
         assert (dist.is_initialized(), dist.get_world_size(), dist.get_rank()) == (True, 4, 0)
         assert (os.environ["WORLD_SIZE"], os.environ["RANK"]) == ("4", "0")

@@ -14,7 +14,7 @@ FOUND: dict[str, Any] = {
     "noise": {"repeats": 4, "multiple": 10},
     "compared": {},
     "alive": {"losses": [1.0, 0.5], "still": [], "gradient_norm": 1.0, "moved": 2},
-    "said": [],
+    "remarks": [],
     "ok": False,
     "first": None,
     "red": [],

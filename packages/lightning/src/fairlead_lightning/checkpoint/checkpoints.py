@@ -181,7 +181,7 @@ class Checkpoints(Checkpoint):
             self._of_run.copied()
             self._find_best()
 
-    def save_asked(self, trainer: L.Trainer) -> None:
+    def save_requested(self, trainer: L.Trainer) -> None:
         """Saves behind a step, as somebody has asked; behind an epoch's last batch, at the epoch's end."""
         if _last_batch(trainer):
             self._at_epoch_end = self._at_epoch_end or "asked"

@@ -192,7 +192,7 @@ class Finite:
         self._now: bool | Tensor = False
         self._step = self._batches = 0
         self._weights: str | None = None
-        self._said_in = self._gradient_said_in = -1
+        self._reported_in = self._gradient_reported_in = -1
         self._gradient = ""
 
     def training_starts(self, trainer: L.Trainer) -> None:
@@ -245,15 +245,15 @@ class Finite:
         row, gradient = int(self._row), self._bad_gradient(trainer)
         if not trainer.strategy.reduce_boolean_decision(row > 0 or gradient is not None, all=False):
             return
-        self._say_gradient(trainer, gather_objects((gradient, int(self._since) if row else None)))
+        self._report_gradient(trainer, gather_objects((gradient, int(self._since) if row else None)))
         if not trainer.strategy.reduce_boolean_decision(row > 0, all=False):
             return
         own = (row, int(self._since), self._weights or named_weights(non_finite_weights(trainer.lightning_module)))
         found = gather_objects(own)
         longest = max(found, key=lambda one: one[0])
         ends = self.most is not None and longest[0] >= self.most
-        if self._said_in != trainer.current_epoch or ends:
-            self._said_in = trainer.current_epoch
+        if self._reported_in != trainer.current_epoch or ends:
+            self._reported_in = trainer.current_epoch
             finding = _finding(found, longest, advice(trainer))
             self._event(longest[1], finding.what, finding.why)
             if not ends and trainer.is_global_zero:
@@ -262,7 +262,7 @@ class Finite:
             what = f"the loss was not finite in {longest[0]} batches in a row, since step {longest[1]}"
             raise not_finite(self._session, what, self._with_gradient(longest[2]), f"{advice(trainer)}\n{_FIX}")
 
-    def _say_gradient(self, trainer: L.Trainer, found: Sequence[tuple[Gradient | None, int | None]]) -> None:
+    def _report_gradient(self, trainer: L.Trainer, found: Sequence[tuple[Gradient | None, int | None]]) -> None:
         """Where the loss was not finite before, that is the cause, and is said."""
         bad = {rank: one for rank, (one, _) in enumerate(found) if one is not None}
         if not bad:
@@ -275,9 +275,9 @@ class Finite:
         where = f" on {ranks_text(ranks)}" if len(found) > 1 else ""
         self._gradient = f"the gradient of {name} was not finite at step {step}{where}"
         by_loss = any(since is not None and since <= step for _, since in found)
-        if by_loss or self._gradient_said_in == trainer.current_epoch:
+        if by_loss or self._gradient_reported_in == trainer.current_epoch:
             return
-        self._gradient_said_in = trainer.current_epoch
+        self._gradient_reported_in = trainer.current_epoch
         why = "the loss of this step was finite"
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             why = f"the gradient scaler has skipped {SCALED} steps in a row or more: nothing is trained"

@@ -95,7 +95,7 @@ def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Calla
         if is_trial() or (validation._combined_loader is not None and not validation._should_reload_val_dl):
             ask()
             return
-        asking = exact.asking_for_validation(trainer)
+        asking = exact.requesting_validation(trainer)
         if asking is not None:
             with asking:
                 ask()
@@ -202,7 +202,7 @@ def set_batches_done(trainer: L.Trainer, batches: int) -> None:
     current.ready = current.started = current.processed = current.completed = batches
 
 
-def set_validation_asked(trainer: L.Trainer, epoch: int) -> None:
+def set_validation_requested(trainer: L.Trainer, epoch: int) -> None:
     """Has the validation's loaders be those of an epoch: Lightning may ask for others some epochs later."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     loop._last_val_dl_reload_epoch = epoch

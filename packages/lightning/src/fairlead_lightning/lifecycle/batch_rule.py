@@ -55,7 +55,7 @@ class BatchRule:
         batch = None
         if config.base_batch_size is not None or self.total is not None:
             batch = _batch(trainer, needed=config.base_batch_size is not None)
-            self._as_asked(batch)
+            self._require_requested(batch)
         change = lr_setting(config, batch) if batch is not None else None
         factor = change.value if change is not None else 1.0
         before = _rates(trainer)
@@ -68,7 +68,7 @@ class BatchRule:
                 why = f"{change.reason} ({batch})" if change is not None else "base_batch_size is gone from the job"
                 say(f"learning rate {before} -> {_rates(trainer)}: {in_all}, {why}")
             elif config.base_batch_size is None:
-                self._say_that_it_stays(trainer, say, before)
+                self._report_unchanged_rate(trainer, say, before)
             if self._session is None or not self._session.resumed:
                 self._look_at_the_loaders(trainer, say)
 
@@ -77,7 +77,7 @@ class BatchRule:
         size = _size(trainer)
         return _global(trainer, size).samples if size is not None else None
 
-    def _as_asked(self, batch: GlobalBatch | None) -> None:
+    def _require_requested(self, batch: GlobalBatch | None) -> None:
         if self.total is not None and batch is not None and batch.samples != self.total:
             trainer = self._resolution.trainer
             raise ConfigError(
@@ -88,7 +88,7 @@ class BatchRule:
                 "trainer.batch_size_from",
             )
 
-    def _say_that_it_stays(self, trainer: L.Trainer, say: Callable[[str], None], rates: str) -> None:
+    def _report_unchanged_rate(self, trainer: L.Trainer, say: Callable[[str], None], rates: str) -> None:
         """A run goes on with another global batch, and nothing says that the learning rate is to follow."""
         previous = (self._session.previous if self._session is not None else None) or {}
         ranks = replicas_in(previous)[0] if previous.get("world_size") is not None else None

@@ -29,7 +29,7 @@ class EvenEpochs:
         self._session: RunSession | None = None
         self._asks = self._cut = False
         self._group: dist.ProcessGroup | None = None
-        self._told = False
+        self._reported = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks make their own group."""
@@ -37,7 +37,7 @@ class EvenEpochs:
 
     def begin(self, session: RunSession) -> None:
         """A fit of this run begins."""
-        self._session, self._told = session, False
+        self._session, self._reported = session, False
         self._asks = self._cut = False
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ class EvenEpochs:
             fewest, most, self._cut = min(known), max(known), True
             compat.limit_epoch(trainer, fewest)
             few = [rank for rank, batches in enumerate(known) if batches == fewest]
-            self._tell(trainer, f"{ranks_text(few)} has {fewest} training batches, others up to {most}")
+            self._report(trainer, f"{ranks_text(few)} has {fewest} training batches, others up to {most}")
 
     def is_over(self, empty: bool) -> bool:
         """Whether no epoch can begin here; `empty`: this rank has no batch for it."""
@@ -83,7 +83,7 @@ class EvenEpochs:
         if self._asks and (ended := self._count(own)):
             compat.end_epoch_here(trainer)
             if ended < trainer.world_size:
-                self._tell(
+                self._report(
                     trainer, f"the data of {ended} of {trainer.world_size} ranks has ended before that of the others"
                 )
 
@@ -93,10 +93,10 @@ class EvenEpochs:
         dist.all_reduce(number, group=self._group)
         return int(number)
 
-    def _tell(self, trainer: L.Trainer, what: str) -> None:
-        if self._told:
+    def _report(self, trainer: L.Trainer, what: str) -> None:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         finding = Finding(
             "warning",
             "uneven-inputs",

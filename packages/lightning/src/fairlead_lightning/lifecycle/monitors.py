@@ -60,7 +60,7 @@ class Monitors:
         self._say = say or print
         self._waiting: list[_Monitor] | None = None
         self._monitored: dict[str, list[str]] = {}
-        self._said: set[_Monitor] = set()
+        self._reported: set[_Monitor] = set()
         self._validated = False
         self._epochs = 0
 
@@ -123,11 +123,11 @@ class Monitors:
             measured = self._validated or not trainer.enable_validation
             if measured and (one.needed == "now" or (over and one.needed == "once")):
                 raise not_logged(one.owner, one.metric, names)
-            if one not in self._said:
-                self._said.add(one)
-                self._tell(trainer, one, names, measured)
+            if one not in self._reported:
+                self._reported.add(one)
+                self._report(trainer, one, names, measured)
 
-    def _tell(self, trainer: L.Trainer, one: _Monitor, names: list[str], measured: bool) -> None:
+    def _report(self, trainer: L.Trainer, one: _Monitor, names: list[str], measured: bool) -> None:
         error = not_logged(one.owner, one.metric, names, None if measured else "the training ended before a validation")
         self._found(trainer, Finding.of(error, "warning", "monitor-not-logged"))
 

@@ -284,7 +284,7 @@ class Stops:
             self.boundary(trainer)
             if self._save_due and self._saves is not None:
                 self._save_due = False
-                self._saves.save_asked(trainer)
+                self._saves.save_requested(trainer)
 
     def validation_starts(self, trainer: L.Trainer) -> None:
         """Whether the batches of this validation are places where all ranks come by equally often."""

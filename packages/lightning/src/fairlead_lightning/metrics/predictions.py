@@ -179,7 +179,7 @@ class DistributedPredictionWriter(L.Callback):
             shards = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
             self._part = int(shards["num_replicas"]), int(shards["rank"])
             self._writes = gather_objects(self._part).index(self._part) == get_rank()
-            self._say_what_is_there(self._folder)
+            self._report_found(self._folder)
         folder, number = self._folder, len(self._sources)
         if not is_indexed(loader):
             return self._streamed(trainer, loader, folder, number)
@@ -210,7 +210,7 @@ class DistributedPredictionWriter(L.Callback):
         weights = {name: _digest(value) for name, value in trainer.strategy.lightning_module_state_dict().items()}
         return broadcast_object({"weights": weights, "job": settings})
 
-    def _say_what_is_there(self, folder: PredictionFolder) -> None:
+    def _report_found(self, folder: PredictionFolder) -> None:
         if folder.complete:
             self.say(f"{folder.path} has these predictions already; nothing to do")
         elif folder.shards:

@@ -29,7 +29,7 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.resume import rank_state
 from fairlead_lightning.resume.configured import Configured
-from fairlead_lightning.resume.loaders import AskedLoaders, Loaders
+from fairlead_lightning.resume.loaders import LoaderRequests, Loaders
 from fairlead_lightning.resume.rank_state import plain_names
 from fairlead_lightning.resume.users import Users, only_once, with_plain_numbers
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, Positioned, logger_positions
@@ -72,7 +72,7 @@ class ExactResume:
         self._trainer: L.Trainer | None = None
         self._state: dict[str, Any] | None = None
         self._validating: dict[str, Any] | None = None
-        self._asked = AskedLoaders()
+        self._requests = LoaderRequests()
         self._undo: list[Callable[[], None]] = []
         self._users = Users()
         self._step = -1
@@ -111,7 +111,7 @@ class ExactResume:
         """Before Lightning asks for the loaders; the ranks are connected."""
         self.uninstall()
         self._trainer, self.where, self._state, self._validating = trainer, None, None, None
-        self._asked = AskedLoaders()
+        self._requests = LoaderRequests()
         session = self._session if stage == "fit" else None
         self._same_ranks = True
         self._configured, self._changed = Configured(trainer) if session is not None else None, []
@@ -121,7 +121,7 @@ class ExactResume:
             folder = session.checkpoint.parent
             self._same_ranks = rank_state.same_ranks(session.previous, trainer)
             self._state = rank_state.read(folder, trainer.global_rank if self._same_ranks else 0)
-            self._asked.go_on(self._state if self._same_ranks else None)
+            self._requests.go_on(self._state if self._same_ranks else None)
         saved = self._state["loaders"] if self._state is not None else None
         self.goes_on = self.resumed = self._state is not None
         if self.goes_on:
@@ -134,7 +134,7 @@ class ExactResume:
         self._users = Users()
         self.loaders = Loaders(
             trainer,
-            kept=self._users.kept,
+            attributes=self._users.attributes,
             seed=self._common_seed(saved),
             place=self.place,
             shards=shards,
@@ -142,13 +142,13 @@ class ExactResume:
             same_ranks=self._same_ranks,
         )
         if session is not None:
-            self._undo.append(compat.count_steps(trainer, lambda: self._tell_uncounted(trainer)))
+            self._undo.append(compat.count_steps(trainer, lambda: self._report_uncounted(trainer)))
         if self.goes_on and stage == "fit":
             steps, trainer.num_sanity_val_steps = trainer.num_sanity_val_steps, 0  # it was done when the run began
             self._undo.append(lambda: setattr(trainer, "num_sanity_val_steps", steps))
             self._undo += [only_once(trainer), compat.keep_rates(trainer)]
 
-    def _tell_uncounted(self, trainer: L.Trainer) -> None:
+    def _report_uncounted(self, trainer: L.Trainer) -> None:
         if trainer.is_global_zero and not self.resumed:
             finding = Finding(
                 "info",
@@ -277,19 +277,19 @@ class ExactResume:
         return due
 
     def before_loaders(self, trainer: L.Trainer, *, again: bool) -> tuple[int, int] | None:
-        """The training's loaders are asked for; `again`: for a later epoch.  `AskedLoaders.ask` says the rest."""
+        """The training's loaders are asked for; `again`: for a later epoch.  `LoaderRequests.ask` says the rest."""
         assert self.loaders is not None
-        self.loaders.asked_again(anew=again)
+        self.loaders.requested_again(anew=again)
         asked_at = self._state.get("asked_at") if self._state is not None else None
         saved = self._state.get("asked") if self._state is not None and self._same_ranks else None
-        return self._asked.ask(trainer, self._users.kept, asked_at, saved)
+        return self._requests.ask(trainer, self._users.attributes, asked_at, saved)
 
-    def asking_for_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
+    def requesting_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         """The validation's loaders are asked for inside the block; None: not yet, as in the fit that is resumed."""
-        if self.loaders is None or (self._asked.later and self._state is not None):
+        if self.loaders is None or (self._requests.later and self._state is not None):
             return None
-        self.loaders.validation_asked()
-        return self._asked.validation(trainer)
+        self.loaders.validation_requested()
+        return self._requests.validation(trainer)
 
     def hold(self, trainer: L.Trainer) -> None:
         """A validation is next: a stop in the middle of it saves the state before it."""
@@ -318,7 +318,7 @@ class ExactResume:
             **users,
             "where": self.where,
             "loaders": loaders,
-            **self._asked.state(self._users.kept),
+            **self._requests.state(self._users.attributes),
             LOGGER_POSITIONS: logger_positions(trainer.loggers) if trainer.is_global_zero else {},
         }
 

@@ -151,7 +151,7 @@ class Loaders:
         *,
         seed: int,
         place: Callable[[], EpochPosition],
-        kept: Attributes,
+        attributes: Attributes,
         shards: bool,
         saved: Mapping[str, Any] | None = None,
         same_ranks: bool = True,
@@ -160,7 +160,7 @@ class Loaders:
         self.seed = seed
         self.reasons: list[Inexact] = []
         self._place = place
-        self._kept = kept
+        self._attributes = attributes
         self._saved: list[Any] = from_plain(saved["loaders"]) if saved is not None else []
         self._same_ranks = same_ranks
         self._shards = shards
@@ -196,11 +196,11 @@ class Loaders:
             if going_on is not None:
                 going_on.begun()
 
-    def asked_again(self, *, anew: bool) -> None:
+    def requested_again(self, *, anew: bool) -> None:
         """The training's loaders come once more, the first one first; `anew`: for another epoch than those before."""
         self._training, self._saved = [], [] if anew else self._saved
 
-    def validation_asked(self) -> None:
+    def validation_requested(self) -> None:
         """The validation's loaders come, the first one first."""
         self._validations = 0
 
@@ -208,13 +208,13 @@ class Loaders:
         """One loader as the user made it, made ready for the training or for an evaluation."""
         if not training:
             if self.trainer.state.fn == "fit":
-                watch_loader(self._kept, f"validation loader {self._validations}", loader)
+                watch_loader(self._attributes, f"validation loader {self._validations}", loader)
                 self._validations += 1
             return self._evaluated(loader)
         epoch = self._place().epoch
         if epoch != self._epoch:
             self._training, self._epoch = [], epoch
-        watch_loader(self._kept, f"loader {len(self._training)}", loader)
+        watch_loader(self._attributes, f"loader {len(self._training)}", loader)
         ready = self._trained(loader, len(self._training))
         number = len(self._training)
         if number < len(self._saved) and self._saved[number] is not None:
@@ -259,7 +259,7 @@ class Loaders:
         arguments["once"] = partial(compat.ends_with_longest, self.trainer)
         dataset, sampler, collate = loader.dataset, loader.sampler, loader.collate_fn
         copied: list[Any] = [dataset, collate] if is_ahead(loader) else []
-        arguments |= {"copied": lambda: self._kept.fingerprint(copied), "persistent": loader.persistent_workers}
+        arguments |= {"copied": lambda: self._attributes.fingerprint(copied), "persistent": loader.persistent_workers}
         sharding = self._to_be_sharded(loader)
         own = isinstance(sampler, DistributedSampler)
         if sharding or own or self.trainer.world_size == 1:
@@ -270,9 +270,11 @@ class Loaders:
                 return order
         drawn_from = sampler_of(loader)
         if not is_stateful(drawn_from):
-            self._kept.watch(f"loader {number} sampler", drawn_from, only=set_in_training(drawn_from))
+            self._attributes.watch(f"loader {number} sampler", drawn_from, only=set_in_training(drawn_from))
         names = sorted(set_in_training(drawn_from) or ())
-        arguments["copied"] = lambda: self._kept.fingerprint([copied, [getattr(sampler, name, None) for name in names]])
+        arguments["copied"] = lambda: self._attributes.fingerprint(
+            [copied, [getattr(sampler, name, None) for name in names]]
+        )
         if sharding and any(map(is_stateful, (loader.batch_sampler, sampler))):
             self._inexact(
                 f"the sampler {type(sampler).__name__}",
@@ -351,7 +353,7 @@ class Loaders:
         self.reasons += [reason for reason in reasons if reason not in self.reasons]
 
 
-class AskedLoaders:
+class LoaderRequests:
     """How everything was when the training's loaders were asked for, so that a resumed fit is given the same."""
 
     def __init__(self) -> None:
@@ -382,22 +384,26 @@ class AskedLoaders:
             yield
         if before is not None:
             set_rng_state(now)
-            compat.set_validation_asked(trainer, before["epoch"])
+            compat.set_validation_requested(trainer, before["epoch"])
 
-    def state(self, kept: Attributes) -> dict[str, Any]:
+    def state(self, attributes: Attributes) -> dict[str, Any]:
         """For the checkpoint; of the training's None where they are made once, at the start, as each start does.
 
         A dataset that took another's place is as it was made: what the other kept is not its own.
         """
         asked = self._state
         if asked is not None:
-            own = {name: one for name, one in asked["attributes"].items() if name not in kept.replaced}
+            own = {name: one for name, one in asked["attributes"].items() if name not in attributes.replaced}
             asked = {**asked, "attributes": own}
         validation = self._validation if self._validation is not None else self._validation_before
         return {"asked": asked, "asked_at": self._at, "asked_validation": validation}
 
     def ask(
-        self, trainer: L.Trainer, kept: Attributes, asked_at: tuple[int, int] | None, saved: Mapping[str, Any] | None
+        self,
+        trainer: L.Trainer,
+        attributes: Attributes,
+        asked_at: tuple[int, int] | None,
+        saved: Mapping[str, Any] | None,
     ) -> tuple[int, int] | None:
         """The loaders are asked for now: in a fit that resumes, as at the epoch and step `asked_at`, which it returns.
 
@@ -406,11 +412,11 @@ class AskedLoaders:
         self._at = asked_at if asked_at is not None else (trainer.current_epoch, trainer.global_step)
         if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
             return asked_at
-        kept.replaced.clear()
+        attributes.replaced.clear()
         if saved is None:
-            self._state = {"attributes": copy.deepcopy(kept.state()), "rng": rng_state()}
+            self._state = {"attributes": copy.deepcopy(attributes.state()), "rng": rng_state()}
             return asked_at
         self._state = dict(saved)
-        kept.restore(saved["attributes"])
+        attributes.restore(saved["attributes"])
         set_rng_state(saved["rng"])
         return asked_at

@@ -32,11 +32,11 @@ class Users:
     """Attributes, and groups of parameters that the training adds to optimizers, from the beginning of a fit.
 
     Attributes:
-        kept: The attributes; loaders are watched there as well, when they are made.
+        attributes: What is watched; loaders are watched there as well, when they are made.
     """
 
     def __init__(self) -> None:
-        self.kept = Attributes()
+        self.attributes = Attributes()
         self._trainer: L.Trainer | None = None
         self._groups: list[int] = []  # that each optimizer was made with
         self._layers: dict[str, type] = {}
@@ -48,34 +48,34 @@ class Users:
         self._groups = [len(one.param_groups) for one in trainer.optimizers]
         if before is not None:
             self._add_groups(before.get("groups", ()))
-        _watch(trainer, self.kept)
+        _watch(trainer, self.attributes)
         self._layers = _layers(trainer.lightning_module)
 
     def begun(self) -> None:
         """An epoch begins; what was made until the first of them, a resumed fit makes as well."""
         if not self._begun and self._trainer is not None:
             self._begun = True
-            self.kept.begun()
+            self.attributes.begun()
             self._layers = _layers(self._trainer.lightning_module)
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint of this rank."""
-        return {"attributes": self.kept.state(), "groups": list(self._added_groups())}
+        return {"attributes": self.attributes.state(), "groups": list(self._added_groups())}
 
     def restore_before_loaders(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
         """What loaders keep, before they are made: workers begin with a copy. And what finders have found."""
         finders = self._trainer is not None and any(map(is_finder, vars(self._trainer)["callbacks"]))
-        kept: Mapping[str, Any] = state.get("attributes", {})
-        self.kept.restore({k: v for k, v in kept.items() if (k.startswith("loader") and same_ranks) or finders})
+        saved: Mapping[str, Any] = state.get("attributes", {})
+        self.attributes.restore({k: v for k, v in saved.items() if (k.startswith("loader") and same_ranks) or finders})
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
         """Puts it back; what loaders keep belongs to a rank of as many."""
-        kept: Mapping[str, Any] = state.get("attributes", {})
-        self.kept.restore(kept if same_ranks else {k: v for k, v in kept.items() if not k.startswith("loader")})
+        saved: Mapping[str, Any] = state.get("attributes", {})
+        self.attributes.restore(saved if same_ranks else {k: v for k, v in saved.items() if not k.startswith("loader")})
 
     def reasons(self) -> Iterator[Inexact]:
         """What has changed and cannot be kept."""
-        for place, why in sorted(self.kept.left.items()):
+        for place, why in sorted(self.attributes.left.items()):
             yield Inexact(
                 place,
                 why=why,
@@ -120,32 +120,36 @@ class Users:
                 return
 
 
-def _watch(trainer: L.Trainer, kept: Attributes) -> None:
+def _watch(trainer: L.Trainer, attributes: Attributes) -> None:
     """Watches modules, callbacks, data module and optimizers, and what callbacks set of the trainer."""
     model, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     callbacks: list[L.Callback] = vars(trainer)["callbacks"]
     configs = trainer.lr_scheduler_configs
-    kept.elsewhere(trainer, trainer.strategy, *model.modules(), *callbacks, *trainer.loggers, data)
-    kept.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
-    kept.watch("trainer", trainer, only=_SET_IN_TRAINING)
+    attributes.elsewhere(trainer, trainer.strategy, *model.modules(), *callbacks, *trainer.loggers, data)
+    attributes.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
+    attributes.watch("trainer", trainer, only=_SET_IN_TRAINING)
     for path, module in model.named_modules():
         name, kind = f"model {path}".rstrip(), type(module)
         if not is_engines(kind):
-            kept.watch(name, module, _not_kept(module))
+            attributes.watch(name, module, _not_watched(module))
         elif not kind.__module__.startswith("torchmetrics."):  # what they count is kept in another way
             numbers = (key for key, one in vars(module).items() if isinstance(one, ATOMS) and key not in OF_A_MODULE)
-            kept.watch(name, module, only=frozenset(numbers))
+            attributes.watch(name, module, only=frozenset(numbers))
     count: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__name__
         count[name] += 1
         if not is_engines(type(callback)):
-            kept.watch(f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback, _of_its_base(callback))
+            attributes.watch(
+                f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback, _of_its_base(callback)
+            )
     if data is not None and not is_engines(type(data)):
-        kept.watch(f"data {type(data).__name__}", data, _not_kept(data))
+        attributes.watch(f"data {type(data).__name__}", data, _not_watched(data))
     for number, one in enumerate(trainer.optimizers):
         if is_users_class(type(one)):  # it may be made of the weights, which a resumed fit has loaded already
-            kept.watch(f"optimizer {number}", one, frozenset(vars(torch.optim.SGD([torch.zeros(1)]))), always=True)
+            attributes.watch(
+                f"optimizer {number}", one, frozenset(vars(torch.optim.SGD([torch.zeros(1)]))), always=True
+            )
 
 
 def internal(holder: object) -> frozenset[str]:
@@ -170,7 +174,7 @@ def owners_of_fit(trainer: L.Trainer) -> list[Owner]:
     return [Owner(one, name, prefix, internal(one), shown=not is_engines(type(one))) for prefix, one, name in held]
 
 
-def _not_kept(holder: object) -> frozenset[str]:
+def _not_watched(holder: object) -> frozenset[str]:
     """As `internal`, less the hyperparameters, which a finder sets; Lightning makes empty ones where there are none."""
     return internal(holder) - ({"_hparams"} if vars(holder).get("_hparams") else set())
 
@@ -194,21 +198,21 @@ def _layers(model: nn.Module) -> dict[str, type]:
     return found | {name.removesuffix("_orig"): nn.Parameter for name, _ in model.named_parameters()}
 
 
-def watch_loader(kept: Attributes, name: str, loader: object) -> None:
+def watch_loader(attributes: Attributes, name: str, loader: object) -> None:
     """Watches what a loader's dataset and `collate_fn` keep in this process.
 
     Of one with a state: its generator, and a dataset that can be indexed.
     """
     stateful = is_stateful(loader)
     if stateful:
-        kept.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
+        attributes.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
     if not isinstance(loader, DataLoader):
         return
     collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
     if not is_stateful(loader.dataset) and not (stateful and isinstance(loader.dataset, IterableDataset)):
-        kept.watch(f"{name} dataset", loader.dataset)
+        attributes.watch(f"{name} dataset", loader.dataset)
     if not is_stateful(collate):
-        kept.watch(f"{name} collate_fn", SimpleNamespace(collate_fn=collate))
+        attributes.watch(f"{name} collate_fn", SimpleNamespace(collate_fn=collate))
 
 
 def is_finder(callback: L.Callback) -> bool:

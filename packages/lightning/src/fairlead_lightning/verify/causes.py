@@ -55,7 +55,7 @@ def causes(compared: Compared, notes: Notes, references: References, reference: 
 def _of_gradients(
     red: Sequence[Difference], notes: Notes, references: References, reference: Reference
 ) -> Iterator[str]:
-    exact, layout = references.exact.gradients, notes.said("gradients")
+    exact, layout = references.exact.gradients, notes.fact("gradients")
     names = [one.name for one in red if one.rank == 0]
     zeros = [name for name in names if not _any(layout.get(name)) and _any(exact.get(name))]
     if zeros:
@@ -70,12 +70,12 @@ def _of_gradients(
 
 def _shares(names: list[str], notes: Notes, references: References, reference: Reference) -> Iterator[str]:
     """What of the parts is in those gradients."""
-    exact, layout = references.exact.gradients, notes.said("gradients")
+    exact, layout = references.exact.gradients, notes.fact("gradients")
     wrong, right = {n: layout[n] for n in names}, {n: exact[n] for n in names}
     parts = reference.parts()
     used, off = fitted(wrong, parts)
-    if off > CLOSE and notes.said("micro_batches") > 1:
-        parts = reference.parts(notes.said("micro_batches"))
+    if off > CLOSE and notes.fact("micro_batches") > 1:
+        parts = reference.parts(notes.fact("micro_batches"))
         used, off = fitted(wrong, parts)
     due, left = fitted(right, parts)
     if left > CLOSE:  # no sum of those parts in one process either
@@ -113,18 +113,18 @@ def _shares_of_one(shares: Collection[float], even: float) -> bool:
 
 def _beside_shares(names: list[str], notes: Notes, references: References, reference: Reference) -> Iterator[str]:
     """Causes that are no other shares, the same for all parameters."""
-    exact, layout = references.exact.gradients, notes.said("gradients")
+    exact, layout = references.exact.gradients, notes.fact("gradients")
     factor, off = factor_of({n: layout[n] for n in names}, exact)
     if off < CLOSE:
         yield _scaled(factor, names, notes, exact)
         return
-    dim = next((name for name in ("tensor", "tensor_parallel") if name in notes.said("mesh")), "")
+    dim = next((name for name in ("tensor", "tensor_parallel") if name in notes.fact("mesh")), "")
     row = _row_biases(notes, dim) if dim else []
-    ranks = notes.said("mesh").get(dim, 1)
+    ranks = notes.fact("mesh").get(dim, 1)
     if row and apart(layout, reference.with_start(dict.fromkeys(row, ranks))) < CLOSE:
         text = f"the bias of row-parallel layers is added once by each of the {ranks} ranks of `{dim}`"
         yield f"{text}: {flat(row)}"
-    elif notes.said("mesh").get("context", 1) > 1:
+    elif notes.fact("mesh").get("context", 1) > 1:
         yield (
             "not known; with `context` it may be positions that each rank counts from 0, over its own tokens: take "
             "them from fairlead_distributed.parallel.context.positions(length) or torch.arange(length), or make "
@@ -152,7 +152,7 @@ def _unreduced(wrong: Tensors, due: Shares, parts: Mapping[Part, Tensors], repli
 
 def _row_biases(notes: Notes, dim: str) -> list[str]:
     """Biases that every rank of a tensor group holds, of weights that are split."""
-    held = notes.said("placements")
+    held = notes.fact("placements")
     whole = [name for name in held if name.endswith("bias") and "Replicate" in _over(dim, held[name])]
     return [name for name in whole if "Shard" in _over(dim, held.get(f"{name.removesuffix('bias')}weight", ""))]
 
@@ -198,17 +198,17 @@ def _scaled(factor: float, names: list[str], notes: Notes, exact: Tensors) -> st
     which = "all gradients are" if len(names) == len(exact) else f"{counted(names, exact)} are"
     text = f"{which} {factor:.4g} x those of one process"
     reasons = []
-    mesh = {f"ranks of `{name}`": size for name, size in notes.said("mesh").items()}
+    mesh = {f"ranks of `{name}`": size for name, size in notes.fact("mesh").items()}
     counts = {"replicas": notes.replicas, **{name: size for name, size in mesh.items() if size != notes.replicas}}
-    if notes.said("world_size") not in counts.values():
-        counts["ranks"] = notes.said("world_size")
+    if notes.fact("world_size") not in counts.values():
+        counts["ranks"] = notes.fact("world_size")
     for what, count in counts.items():
         biases = len(names) < len(exact) and all(n.endswith("bias") for n in names)
         if count > 1 and math.isclose(factor, count, rel_tol=CLOSE):
             reasons.append(f"added once by each of the {count} {what}" if biases else f"summed over the {count} {what}")
         if count > 1 and math.isclose(factor, 1 / count, rel_tol=CLOSE):
             reasons.append(f"divided by the {count} {what} once too often")
-    several = {"batches of a step": notes.accumulate, "micro-batches of a batch": notes.said("micro_batches")}
+    several = {"batches of a step": notes.accumulate, "micro-batches of a batch": notes.fact("micro_batches")}
     for what, count in several.items():
         if count > 1 and math.isclose(factor, count, rel_tol=CLOSE):
             reasons.append(f"summed over the {count} {what}, not averaged")
@@ -219,8 +219,8 @@ def _scaled(factor: float, names: list[str], notes: Notes, exact: Tensors) -> st
 
 def _between_ranks(others: list[int], names: list[str], notes: Notes, exact: Tensors) -> Iterator[str]:
     """The ranks do not hold the same whole gradient: each has a part of the sum, or was left out of a reduction."""
-    tied = [name for name in names if name in notes.said("stages")]
-    holders = notes.said("stages")[tied[0]] if tied else range(len(notes.ranks))
+    tied = [name for name in names if name in notes.fact("stages")]
+    holders = notes.fact("stages")[tied[0]] if tied else range(len(notes.ranks))
     every = [{n: wide(notes.of_rank(rank, "gradients")[n]) for n in names} for rank in holders]
     total = {n: sum((one[n] for one in every), torch.zeros(())) for n in names}
     factor, off = factor_of(total, exact)
@@ -234,7 +234,7 @@ def _between_ranks(others: list[int], names: list[str], notes: Notes, exact: Ten
         yield f"{text}; added up they are {factor:.4g} x the right one: each holds a partial sum, not added up"
     else:
         share = [rank for rank in others if notes.ranks[rank]["replica"] == notes.ranks[0]["replica"]]
-        dims = [f"`{name}`" for name in notes.said("mesh") if name not in ("replicate", "shard")]
+        dims = [f"`{name}`" for name in notes.fact("mesh") if name not in ("replicate", "shard")]
         over = f"the ranks of {' or '.join(dims)}" if share and dims else "the replicas"
         yield f"{text}; each has a part of it: a sum over {over} is missing in the backward pass"
 
@@ -270,9 +270,9 @@ def of_norms(compared: Compared, notes: Notes) -> Iterator[str]:
 
 def _have(notes: Notes, rank: int) -> float | None:
     """The norm of all that the optimizers of a rank's copy have; None: it clips by itself, or has stages."""
-    if "squares" not in notes.ranks[rank] or notes.said("stages"):
+    if "squares" not in notes.ranks[rank] or notes.fact("stages"):
         return None
-    return _norm(notes, rank, [name for name, size in notes.said("mesh").items() if size > 1], [])
+    return _norm(notes, rank, [name for name, size in notes.fact("mesh").items() if size > 1], [])
 
 
 def _norms(notes: Notes, rank: int, true: float) -> Iterator[tuple[str, float]]:
@@ -283,7 +283,7 @@ def _norms(notes: Notes, rank: int, true: float) -> Iterator[tuple[str, float]]:
         if math.isclose(together, true, rel_tol=CLOSE):
             yield "it counts what this rank holds, not what the others do", size
         return
-    dims = [name for name, size in notes.said("mesh").items() if size > 1]
+    dims = [name for name, size in notes.fact("mesh").items() if size > 1]
     yield "it counts what this rank holds, not what the others do", _norm(notes, rank, [], [])
     for size in range(1, len(dims)):
         for some in itertools.combinations(dims, size):
@@ -344,7 +344,7 @@ def of_missed(compared: Compared, notes: Notes, references: References) -> Itera
 
 def _left_out(name: str, notes: Notes, references: References) -> bool:
     """Whether some elements did not move at all in the first step, as they should have, and the others did."""
-    first, start, exact = (wide(one[name]) for one in (notes.said("first"), notes.start, references.exact.first))
+    first, start, exact = (wide(one[name]) for one in (notes.fact("first"), notes.start, references.exact.first))
     still = (first == start) & (exact != start)
     moved = exact - start
     off = (first - exact)[~still]
@@ -423,7 +423,7 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
             "of a matrix (FSDP's) is a vector"
         )
         return
-    moves = {one.name: wide(notes.said("weights")[one.name]) - wide(start[one.name]) for one in red if one.rank == 0}
+    moves = {one.name: wide(notes.fact("weights")[one.name]) - wide(start[one.name]) for one in red if one.rank == 0}
     if moves:
         steps = len(references.exact.losses)
         if steps > 1 and apart(moves, _moves(reference.after(steps - 1).weights, start, moves)) < CLOSE:
@@ -441,7 +441,7 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
 def _decays(compared: Compared, notes: Notes, references: References) -> Tensors:
     """What differs after the first step, where all of it does by one multiple of what it began as."""
     red = [one.name for one in compared.first if one.red and one.rank == 0]
-    off = {name: wide(notes.said("first")[name]) - wide(references.exact.first[name]) for name in red}
+    off = {name: wide(notes.fact("first")[name]) - wide(references.exact.first[name]) for name in red}
     return off if red and factor_of(off, notes.start)[1] < _NEARLY else {}
 
 

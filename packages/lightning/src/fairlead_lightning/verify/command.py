@@ -19,7 +19,7 @@ from fairlead_launch.trials import run_fairlead, trial_folder
 from fairlead_lightning.trials import fit_words, require_own_start
 from fairlead_lightning.verify.layout import Layout, layouts_of
 from fairlead_lightning.verify.plan import PLAN, REPORT, Plan
-from fairlead_lightning.verify.standing import ENDED_AFTER, SAID_AFTER, standing
+from fairlead_lightning.verify.standing import ENDED_AFTER, REPORTED_AFTER, standing
 from fairlead_lightning.verify.text import page
 from fairlead_runs.naming import run_directory
 
@@ -59,7 +59,11 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
                     kept.append(folder)
                 return 2
             found: dict[str, Any] = json.loads((own / "notes" / REPORT).read_text())
-            said = {"job": " ".join(arguments.job), "strategy": resolution.strategy.name, "scaled": list(layout.said)}
+            said = {
+                "job": " ".join(arguments.job),
+                "strategy": resolution.strategy.name,
+                "scaled": list(layout.remarks),
+            }
             verdicts.append({"ok": found.pop("ok"), **said, **found})
             if not verdicts[-1]["ok"]:
                 break
@@ -123,7 +127,7 @@ class _Trial:
         self._folder = folder
         self._notes = folder / "notes"
         self._notes.mkdir(parents=True)
-        self._said = False
+        self._reported = False
         self._deadlock: list[dict[str, Any]] = []
 
     def run(self, role: Any, settings: dict[str, Any]) -> None:
@@ -166,9 +170,9 @@ class _Trial:
         found = standing(self._notes)
         if len(found) < self._ranks:
             return True
-        if not self._said:
-            self._said = True
-            self._session.warn(f"nothing has moved for {SAID_AFTER:.0f} s; the ranks stand at:")
+        if not self._reported:
+            self._reported = True
+            self._session.warn(f"nothing has moved for {REPORTED_AFTER:.0f} s; the ranks stand at:")
             for one in found:
                 self._session.warn(f"  rank {one['rank']}: {one['at']}")
         if all(one["idle"] and one["seconds"] > ENDED_AFTER for one in found):

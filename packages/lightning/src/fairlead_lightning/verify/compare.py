@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from fairlead_lightning.verify.neutral import flat
-from fairlead_lightning.verify.noise import BOUND, EPSILON, resolved
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.numbers import Tensors, distance, norm, wide
 from fairlead_lightning.verify.probe import Trained
-from fairlead_lightning.verify.reference import References
+from fairlead_lightning.verify.reference import BOUND, EPSILON, References, resolved
 from fairlead_lightning.verify.samples import other_datasets, read_twice, repeats, unlike_one_process
 
 MULTIPLE: Final = 10
@@ -144,7 +143,7 @@ def compare(notes: Notes, references: References) -> Compared:
     found.zero = [name for name, mask in masks.items() if mask is not None]
     of = _Tensors(notes, {name: mask for name, mask in masks.items() if mask is not None})
     found.gradients = of.compared("gradient", "gradients", exact.gradients, gradients)
-    if notes.said("knows_applied"):
+    if notes.fact("knows_applied"):
         applied = [one.applied for one in repeats]
         found.applied = of.compared("gradient of the optimizer", "applied", exact.applied, applied)
     found.first = of.compared("weight after step 1", "first", exact.first, [r.first for r in repeats], start)
@@ -161,19 +160,19 @@ def compare(notes: Notes, references: References) -> Compared:
         off, size = abs(notes.losses[number] - loss), abs(loss)
         found.losses.append(Difference("loss", f"step {number + 1}", off, size, max(noise, EPSILON * size)))
     _liveness(found, notes, exact)
-    context = notes.said("mesh").get("context", 1)
+    context = notes.fact("mesh").get("context", 1)
     if context > 1 and not any(
         said["attentions"] for said in notes.ranks
     ):  # each rank computed all of it: right, and not what was asked
         text = f"context {context}: no attention was computed over the ranks, each had whole sequences"
         found.wrong.append(f"{text}; context parallelism was never switched on")
-    if notes.said("expert") > 1 and not any(said["mixtures"] for said in notes.ranks):
-        found.wrong.append(f"expert {notes.said('expert')}: no mixture is divided, each rank has all experts")
+    if notes.fact("expert") > 1 and not any(said["mixtures"] for said in notes.ranks):
+        found.wrong.append(f"expert {notes.fact('expert')}: no mixture is divided, each rank has all experts")
     for rank in notes.other_batches:
         found.wrong.append(f"rank {rank} is of one replica with another rank, and got other batches")
     _samples(found, notes, references)
-    if notes.said("unlike"):
-        text = f"the layout does not begin with the weights that rank 0 has built: {flat(notes.said('unlike'))}"
+    if notes.fact("unlike"):
+        text = f"the layout does not begin with the weights that rank 0 has built: {flat(notes.fact('unlike'))}"
         found.wrong.append(text)
     for rank, said in enumerate(notes.ranks):
         others = [name for name in said["others"]["start"] if name in exact.weights]
@@ -269,7 +268,7 @@ class _Tensors:
         mask = self._masks.get(name.rpartition(" of ")[2])
         if mask is None or " of " not in name:
             return mask
-        held = self._notes.said("state").get(name)
+        held = self._notes.fact("state").get(name)
         return mask if held is not None and wide(held).shape == mask.shape else None
 
     def _holds(self, tensors: Tensors, name: str) -> bool:
@@ -344,7 +343,7 @@ def _samples(found: Compared, notes: Notes, references: References) -> None:
     """Which samples are read, in the compared steps and in an epoch."""
     replicas = [rank["replica"] for rank in notes.ranks]
     found.wrong += other_datasets([rank["read"] for rank in notes.ranks], replicas)
-    steps = list(read_twice(notes.batches, references.alone, notes.whole_epoch, repeats(references.epochs)))
+    steps = list(read_twice(notes.batches, references.alone, notes.full_epoch, repeats(references.epochs)))
     first = [notes.ranks[replicas.index(replica)]["read"] for replica in sorted(set(replicas))]
     epoch, found.unread = unlike_one_process(first, references.epochs)
     # Orders that differ leave out samples, and read others twice: the epoch says both.
@@ -354,9 +353,9 @@ def _samples(found: Compared, notes: Notes, references: References) -> None:
 
 def _liveness(found: Compared, notes: Notes, exact: Trained) -> None:
     """Two dead models would agree."""
-    trainable = [name for name in notes.said("trainable") if name in exact.weights]
+    trainable = [name for name in notes.fact("trainable") if name in exact.weights]
     sides = [
-        ("the layout", notes.said("gradients"), notes.said("weights"), notes.losses),
+        ("the layout", notes.fact("gradients"), notes.fact("weights"), notes.losses),
         ("one process", exact.gradients, exact.weights, exact.losses),
     ]
     still: dict[str, list[str]] = {}

@@ -32,12 +32,12 @@ class Layout:
     Attributes:
         settings: What of the job is set for it.
         ranks: Processes.
-        said: What was changed, and where it runs.
+        remarks: What was changed, and where it runs.
     """
 
     settings: dict[str, Any]
     ranks: int
-    said: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 def layouts_of(resolution: Resolution, *, full: bool) -> list[Layout]:
@@ -81,17 +81,21 @@ def _ranks(sizes: dict[str, int]) -> int:
 
 def _layout(resolution: Resolution, sizes: dict[str, int], small: dict[str, int], ranks: int) -> Layout:
     strategy = resolution.strategy
-    said = []
+    remarks = []
     if ranks != resolution.world_size:
         parts = [f"{_kind(name)} {size} -> {small[name]}" for name, size in sizes.items() if size != small[name]]
-        said.append(f"scaled down from {resolution.world_size} ranks ({', '.join(parts)}); --full verifies all of them")
+        remarks.append(
+            f"scaled down from {resolution.world_size} ranks ({', '.join(parts)}); --full verifies all of them"
+        )
         if not parts:
-            said[-1] = f"scaled down from {resolution.world_size} ranks; --full verifies all of them"
+            remarks[-1] = f"scaled down from {resolution.world_size} ranks; --full verifies all of them"
     device = resolution.device_type
     there = resolution.devices_found
     moved = device != "cpu" and there.count < ranks
     if moved:
-        said.append(f"on CPUs over gloo: this machine has {there.count} of the {ranks} {device} devices that it takes")
+        remarks.append(
+            f"on CPUs over gloo: this machine has {there.count} of the {ranks} {device} devices that it takes"
+        )
     settings: dict[str, Any] = {
         "trainer.accelerator": "cpu" if moved or device == "cpu" else resolution.accelerator.model_dump(mode="json"),
         "trainer.devices": ranks,
@@ -107,9 +111,11 @@ def _layout(resolution: Resolution, sizes: dict[str, int], small: dict[str, int]
         asked = strategy.model_dump(mode="json", exclude_defaults=True)
         settings["trainer.strategy"] = {**asked, "name": strategy.name, **changes}
     if resolution.precision.name != "32-true":
-        said.append(f"verified in 32-true, not in {resolution.value('precision')}: rounding would hide what is wrong")
+        remarks.append(
+            f"verified in 32-true, not in {resolution.value('precision')}: rounding would hide what is wrong"
+        )
         settings["trainer.precision"] = "32-true"
-    return Layout(settings, ranks, tuple(said))
+    return Layout(settings, ranks, tuple(remarks))
 
 
 def _sizes(strategy: StrategyConfigBase, ranks: int) -> dict[str, int]:

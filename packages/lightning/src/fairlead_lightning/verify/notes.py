@@ -47,14 +47,14 @@ class Notes:
             )
         return cls(ranks, _load(folder / START), [one[:count] for one in batches])
 
-    def said(self, name: str) -> Any:
+    def fact(self, name: str) -> Any:
         """What rank 0 has said, where it is the same on all ranks: `accumulate`, `placements`."""
         return self.ranks[0][name]
 
     @property
     def accumulate(self) -> int:
         """Batches of a replica to one step."""
-        count: int = self.said("accumulate")
+        count: int = self.fact("accumulate")
         return count
 
     @property
@@ -86,13 +86,13 @@ class Notes:
         return [number for number, rank in enumerate(self.ranks) if rank["digests"] != first[rank["replica"]]]
 
     @property
-    def whole_epoch(self) -> bool:
+    def full_epoch(self) -> bool:
         """Whether the batches are all that a loader has."""
-        return self.said("length") is not None and len(self.batches[0]) >= int(self.said("length"))
+        return self.fact("length") is not None and len(self.batches[0]) >= int(self.fact("length"))
 
     def of_rank(self, rank: int, what: str) -> Tensors:
         """Whole gradients or weights as a rank has them."""
-        found: Tensors = {**self.said(what), **self.ranks[rank]["others"][what]}
+        found: Tensors = {**self.fact(what), **self.ranks[rank]["others"][what]}
         return found
 
 

@@ -155,12 +155,12 @@ def _states(named: dict[str, Any], optimizers: list[Any], stage: dist.ProcessGro
             value = torch.zeros_like(named[name].detach())
         if value is None:
             continue
-        whole = on_all_ranks(value, stage) if apart else _whole(value)
+        whole = on_all_ranks(value, stage) if apart else _full(value)
         found[f"{key} of {name}"] = whole.to("cpu", copy=True)
     return found
 
 
-def _whole(tensor: Any) -> Tensor:
+def _full(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return whole
 
@@ -357,7 +357,7 @@ class LayoutProbe(Probe):
         self._batches: list[Any] = []
         self._digests: list[str] = []
         self._others: dict[str, Tensors] = {}
-        self._said: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
         self._unlike: list[str] = []
         self._contexts: list[Any] = []
         self._at_first: Generators | None = None
@@ -410,7 +410,7 @@ class LayoutProbe(Probe):
             torch.save(start, self._plan.folder / START)
         mesh = getattr(pl_module, "device_mesh", None)
         knows = hasattr(trainer.strategy, "full_parameters")  # of shards that are no DTensors
-        self._said = {
+        self._facts = {
             "placements": placements(pl_module) if not knows else {},
             "held": "whole on each rank" if not knows else None,
             "stages": _stages(trainer.strategy),
@@ -431,14 +431,14 @@ class LayoutProbe(Probe):
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
         """The norm by which gradients are clipped."""
-        self._said["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
-        self._said |= clipping_norm(trainer, optimizer, self.seen.gradients)
+        self._facts["micro_batches"] = getattr(trainer.strategy, "micro_batches", 1)
+        self._facts |= clipping_norm(trainer, optimizer, self.seen.gradients)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
         """A strategy that clips by itself says behind the first step by which norm."""
         super().on_train_batch_end(trainer, pl_module, outputs, *args)
-        if self._optimizers and "clipped_by" not in self._said:
-            self._said |= own_clipping_norm(trainer)
+        if self._optimizers and "clipped_by" not in self._facts:
+            self._facts |= own_clipping_norm(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All notes are left in the folder."""
@@ -453,7 +453,7 @@ class LayoutProbe(Probe):
             self._others[name] = _unlike_rank_0(found)
         index, count = self._replica
         notes = {
-            **self._said,
+            **self._facts,
             "place": _place(pl_module),
             "replica": index,
             "replicas": count,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -18,13 +21,142 @@ from fairlead.errors import ConfigError, FairleadError
 from fairlead_distributed.parallel.pipeline.micro_batches import cut
 from fairlead_distributed.rng import seeded_states
 from fairlead_lightning.verify.batches import NotOneBatchError, joined, shuffled
-from fairlead_lightning.verify.noise import require_little_noise
 from fairlead_lightning.verify.notes import Notes
 from fairlead_lightning.verify.numbers import CLOSE, Rates, Tensors, dot, fitted, identical, wide
 from fairlead_lightning.verify.one_process import Batches, GlobalBatch, OtherSeeds, PartByPart, stand_in, threads
 from fairlead_lightning.verify.probe import ReferenceProbe, Trained
-from fairlead_lightning.verify.rates import alike, by_rule, comparable, shown, told_of
 from fairlead_lightning.verify.samples import Reading, read_epochs
+
+_CLOSE: Final = 1e-6
+
+
+def comparable(notes: Notes, alone: Rates) -> Rates | None:
+    """The rates of all ranks, where they are the same and belong to the same groups as in one process."""
+    own: Rates = notes.fact("rates")
+    same = all(rank["rates"] == own for rank in notes.ranks)
+    fits = len(own) == len(alone) and all(len(a) == len(b) for a, b in zip(own, alone, strict=True))
+    return own if same and fits else None
+
+
+def alike(one: Rates | None, other: Rates) -> bool:
+    """Whether they are the same rates."""
+    if one is None or len(one) != len(other):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(len(a) == len(b) and all(map(_close, a, b)) for a, b in pairs)
+
+
+def by_rule(own: Rates, alone: Rates, counts: Sequence[int]) -> bool:
+    """Whether each group has one factor in all steps: 1, a number of ranks or its root, or one through it."""
+    known = [factor for count in counts for factor in (count, math.sqrt(count), 1 / count, 1 / math.sqrt(count))]
+    for pairs in zip(*(zip(a, b, strict=True) for a, b in zip(own, alone, strict=True)), strict=True):
+        if not any(all(_close(a, b * factor) for a, b in pairs) for factor in (1.0, *known)):
+            return False
+    return True
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_CLOSE, abs_tol=0.0)
+
+
+@contextmanager
+def seeing_world_size(ranks: int) -> Iterator[None]:
+    """Code inside that asks for the number of ranks is told this one, as rank 0."""
+    with ExitStack() as stack:
+        for name in ("world_size", "num_devices"):
+            stack.enter_context(patch.object(L.Trainer, name, ranks))
+        stack.enter_context(patch.object(dist, "is_initialized", lambda: True))
+        stack.enter_context(patch.object(dist, "get_world_size", lambda group=None: ranks))
+        stack.enter_context(patch.object(dist, "get_rank", lambda group=None: 0))
+        stack.enter_context(patch.dict(os.environ, {"WORLD_SIZE": str(ranks), "RANK": "0"}))
+        yield
+
+
+def shown(rates: Rates) -> str:
+    """Those of the first group of each step, or one where they are the same.
+
+    Example:
+        >>> shown([[0.1], [0.1]]), shown([[0.1], [0.2]])
+        ('0.1', '0.1, 0.2')
+    """
+    first = [f"{one[0]:.4g}" for one in rates if one]
+    return first[0] if len(set(first)) == 1 else ", ".join(first)
+
+
+BOUND: Final = 1e-3
+"""The largest distance, relative to a gradient or to how far a weight moved, that can be rounding of float32."""
+EPSILON: Final = torch.finfo(torch.float32).eps
+_RESOLVED: Final = 30
+"""An element of a gradient that is not so many times its own noise has no sign that float32 could tell."""
+
+
+def resolved(name: str, exact: Tensors, repeats: Sequence[Tensors]) -> Tensor | None:
+    """Which elements of a gradient float32 can tell from zero; None: all of them.
+
+    What it cannot tell are gradients that are zero by construction, such as that of a bias before a norm or of keys
+    before a softmax: Adam makes steps of full size of their rounding.
+    """
+    if name not in exact:
+        return None
+    true = wide(exact[name])
+    noise = torch.zeros_like(true)
+    for one in repeats:
+        if name in one:
+            noise = torch.maximum(noise, (wide(one[name]) - true).abs())
+    lost = (noise > 0) & (true.abs() <= _RESOLVED * noise)
+    return ~lost if bool(lost.any()) else None
+
+
+def require_little_noise(exact: Any, runs: Sequence[Any], notes: Notes) -> None:
+    """Raises where what float32 does to a gradient, a weight or a loss is more than rounding.
+
+    Raises:
+        ConfigError: Nothing could be said of a fault of that size.
+    """
+    gradients = [one.gradients for one in runs]
+    masks = {name: resolved(name, exact.gradients, gradients) for name in exact.gradients}
+    unresolved = sum(int((~mask).sum()) for mask in masks.values() if mask is not None)
+    every = sum(one.numel() for one in exact.gradients.values())
+    if unresolved > every / 2:
+        raise _too_much("the gradients", f"{unresolved} of {every} elements are nothing but rounding", 1)
+    for name, true in exact.gradients.items():
+        worst, size = _worst(name, true, gradients, masks[name])
+        if worst > BOUND * size:
+            raise _too_much(f"the gradient of {name}", f"{worst / size if size else 1:.2g} of it", 1)
+    for name, true in exact.weights.items():
+        start = notes.start[name]
+        worst, size = _worst(name, true, [one.weights for one in runs], masks.get(name), start)
+        rounding = 4 * EPSILON * float(wide(true).square().sum().sqrt())
+        if worst > max(BOUND * size, rounding):
+            far = f"{worst / size if size else 1:.2g} of how far it moved"
+            raise _too_much(f"the weight {name}", far, 2)
+    for number, loss in enumerate(exact.losses):
+        worst = max(abs(one.losses[number] - loss) for one in runs)
+        if worst > BOUND * max(abs(loss), abs(exact.losses[0])):
+            raise _too_much(f"the loss of step {number + 1}", f"{worst:.2g} for {loss:.4g}", number + 1)
+
+
+def _worst(
+    name: str, true: Tensor, runs: Sequence[Tensors], mask: Tensor | None, start: Tensor | None = None
+) -> tuple[float, float]:
+    keep = mask if mask is not None else torch.ones_like(wide(true), dtype=torch.bool)
+    exact = wide(true)
+    size = exact - wide(start) if start is not None else exact
+    off = [(wide(one[name]) - exact)[keep] for one in runs if name in one]
+    return max(float(one.square().sum().sqrt()) for one in off), float(size[keep].square().sum().sqrt())
+
+
+def _too_much(what: str, far: str, step: int) -> ConfigError:
+    since = "its gradients" if step == 1 else f"weights from step {step} on"
+    return ConfigError(
+        f"the job cannot be verified: nothing can be said of {since}",
+        where="model",
+        why=f"float32 alone changes {what} by {far}, in one process and with the samples in another order: that is "
+        "no rounding, and would hide a fault of that size",
+        fix="verify at a lower learning rate (--set model.args.lr=...), with fewer --steps, or a model whose loss does "
+        "not jump; random numbers of the model's own look like this, too",
+    )
+
 
 _SEED = 20_231
 _RANDOM = 1e-5
@@ -52,7 +184,7 @@ class References:
         exact: In float64, or in float32 where the model does not run in float64.
         repeats: In float32: as it is, then with the samples of each batch in another order.
         by_replica: Whether the batches of the replicas were taken one after the other, not put together.
-        said: What was found about the model on the way.
+        remarks: What was found about the model on the way.
         alone: The batches that one process reads from the user's own loader; None where it cannot be asked.
         epochs: What it reads in an epoch, of each loader.
         rates: Why it was trained with the learning rates of the layout; empty: it was not.
@@ -61,7 +193,7 @@ class References:
     exact: Trained
     repeats: list[Trained]
     by_replica: bool = False
-    said: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     alone: list[Any] | None = None
     epochs: list[Reading] | None = None
     rates: str = ""
@@ -94,14 +226,14 @@ class Reference:
         Raises:
             ConfigError: The model draws random numbers, or float32 does not determine what it does.
         """
-        said: list[str] = []
-        batches = self._batches(said, why_by_replica)
+        remarks: list[str] = []
+        batches = self._batches(remarks, why_by_replica)
         try:
             plain = self._train(batches, "32-true")
         except FairleadError:
             raise
         except Exception as error:
-            if len(batches[0]) > 1 or self._notes.replicas == 1 or not self._notes.said("automatic"):
+            if len(batches[0]) > 1 or self._notes.replicas == 1 or not self._notes.fact("automatic"):
                 raise
             why = f"a step on the batches of all replicas, put together, fails ({type(error).__name__}: {error!s:.80})"
             return self.measure(repeats, why_by_replica=why)
@@ -110,13 +242,15 @@ class Reference:
         try:
             exact = self._train(batches, precision)
         except (RuntimeError, TypeError, ValueError) as error:
-            said.append(f"the model does not run in float64 ({str(error).splitlines()[0]:.80}): compared with float32")
+            remarks.append(
+                f"the model does not run in float64 ({str(error).splitlines()[0]:.80}): compared with float32"
+            )
             exact, precision = plain, "32-true"
         self._require_no_randomness(batches, precision, exact)
         order = [[shuffled_batch(part, 0) for part in step] for step in batches]
         permuted = all(part is not None for step in order for part in step)
         if permuted and apart(self._train(order, precision, steps=1).gradients, exact.gradients) > _RANDOM:
-            said.append("the loss depends on the order of the samples in a batch: noise was measured in one order")
+            remarks.append("the loss depends on the order of the samples in a batch: noise was measured in one order")
             permuted = False
         runs = [plain]
         for number in range(1, repeats + 1):
@@ -125,14 +259,14 @@ class Reference:
                 # In one order, weights that are rounded otherwise show as much.
                 start = None if permuted else _rounded_otherwise(self._notes.start, number)
                 runs.append(self._train(other, "32-true", start=start))
-        found = References(exact, runs, by_replica, said, self._alone(), self._epochs(), self._why_rates)
+        found = References(exact, runs, by_replica, remarks, self._alone(), self._epochs(), self._why_rates)
         require_little_noise(exact, runs, self._notes)
         return found
 
     def why_not_joined(self, references: References) -> str:
         """Why batches that were put together say nothing: their gradient is not a sum of the replicas' gradients."""
         notes = self._notes
-        if references.by_replica or notes.replicas == 1 or not notes.said("automatic"):
+        if references.by_replica or notes.replicas == 1 or not notes.fact("automatic"):
             return ""
         _, off = fitted(references.exact.gradients, self.parts())
         if off < CLOSE:
@@ -152,13 +286,13 @@ class Reference:
             Whether they are; else nothing has changed.
         """
         notes = self._notes
-        own, ranks = comparable(notes, alone), notes.said("world_size")
+        own, ranks = comparable(notes, alone), notes.fact("world_size")
         if own is None:
             return False
-        told = alike(self._rates_as_on(ranks), own)
-        if not told and not by_rule(own, alone, [ranks, notes.replicas]):
+        seen = alike(self._rates_as_on(ranks), own)
+        if not seen and not by_rule(own, alone, [ranks, notes.replicas]):
             return False
-        proof = f"one process that is told of {ranks} ranks has them, too" if told else "one factor in all steps"
+        proof = f"one process that is told of {ranks} ranks has them, too" if seen else "one factor in all steps"
         self._rates = own
         self._why_rates = (
             f"learning rates are {shown(own)} on {ranks} ranks and {shown(alone)} in one process, made of the number "
@@ -169,7 +303,7 @@ class Reference:
     def _rates_as_on(self, ranks: int) -> Rates | None:
         """The rates of one process whose `configure_optimizers` is told of so many ranks; None: it does not run so."""
         try:
-            return self._train(self._batches([]), "32-true", told=ranks).rates
+            return self._train(self._batches([]), "32-true", world_size=ranks).rates
         except Exception:  # the user's code, in a world that is not there: no explanation
             return None
 
@@ -200,24 +334,24 @@ class Reference:
 
     def _require_no_randomness(self, batches: Sequence[GlobalBatch], precision: str, exact: Trained) -> None:
         """The same again has the same bits; with other seeds, too."""
-        said = (
+        reasons = (
             "two trainings in one process with the same seeds, order and precision differ: it has a generator of its "
             "own, or reads a clock or anything else that changes",
             "two trainings in one process differ when the seeds are others",
         )
-        for seed, why in zip((_SEED, _SEED + 1), said, strict=True):
+        for seed, why in zip((_SEED, _SEED + 1), reasons, strict=True):
             other = self._train(batches, precision, seed=seed)
             if self._the_same(exact, other):
                 continue
             with threads(1):  # some sums over threads have no order, such as those of index_put on a CPU
-                exact_again, other = self._train(batches, precision), self._train(batches, precision, seed=seed)
-            if self._the_same(exact_again, other):
+                exact_repeat, other = self._train(batches, precision), self._train(batches, precision, seed=seed)
+            if self._the_same(exact_repeat, other):
                 continue
-            if not identical(exact_again.gradients, other.gradients):
+            if not identical(exact_repeat.gradients, other.gradients):
                 when = ""
             else:
                 steps = [
-                    i for i, pair in enumerate(zip(exact_again.losses, other.losses, strict=True)) if _unlike(*pair)
+                    i for i, pair in enumerate(zip(exact_repeat.losses, other.losses, strict=True)) if _unlike(*pair)
                 ]
                 when = f", from step {steps[0] + 1} on" if steps else ", after the first step"
             raise ConfigError(
@@ -238,7 +372,7 @@ class Reference:
     def _each(self) -> list[GlobalBatch]:
         return [list(step) for step in zip(*self._notes.batches, strict=True)]
 
-    def _batches(self, said: list[str], why: str = "") -> list[GlobalBatch]:
+    def _batches(self, remarks: list[str], why: str = "") -> list[GlobalBatch]:
         """Put together, or those of all replicas for each step, and then it is said why."""
         notes = self._notes
         every = self._each()
@@ -246,7 +380,7 @@ class Reference:
             return every
         if not why and self._dim is None:
             why = "as --batch-dim none asks for"
-        local = notes.said("batch_norms")
+        local = notes.fact("batch_norms")
         if not why and local:
             why = f"batch norm computes over the batch of each replica ({local[0]}); layer_sync would make it one"
         if not why:
@@ -254,14 +388,14 @@ class Reference:
                 return [[joined(step, dim=self._dim or 0)] for step in every]
             except NotOneBatchError as error:
                 why = f"the batches of the replicas cannot be put together ({error})"
-        if not notes.said("automatic"):
+        if not notes.fact("automatic"):
             raise ConfigError(
                 "the job cannot be verified",
                 where="model",
                 why=f"{why}, and a manual optimization cannot be trained replica by replica",
                 fix="layer_sync: torch_sync_batchnorm; or batches of one shape",
             )
-        said.append(f"{why}: compared replica by replica, not with whole batches")
+        remarks.append(f"{why}: compared replica by replica, not with whole batches")
         self._dim = None  # from now on
         return every
 
@@ -274,7 +408,7 @@ class Reference:
         steps: int | None = None,
         accumulate: int | None = None,
         start: Tensors | None = None,
-        told: int = 0,
+        world_size: int = 0,
     ) -> Trained:
         notes = self._notes
         count = accumulate or notes.accumulate
@@ -286,12 +420,12 @@ class Reference:
         if steps is not None:
             batches = batches[: steps * count]
         by_parts: list[L.Callback] = [PartByPart(batches)] if len(batches[0]) > 1 else []
-        trainer = self._build.trainer(precision, count, steps or notes.said("max_steps"), [*by_parts, probe])
+        trainer = self._build.trainer(precision, count, steps or notes.fact("max_steps"), [*by_parts, probe])
         for owner in (model, data):
             if owner is not None and is_overridden("on_before_batch_transfer", owner):
                 vars(owner)["on_before_batch_transfer"] = _unchanged  # the batches are noted behind it
-        if told:
-            vars(model)["configure_optimizers"] = _told(model.configure_optimizers, told)
+        if world_size:
+            vars(model)["configure_optimizers"] = _seeing_world_size(model.configure_optimizers, world_size)
         self._replace_loader(model, data, batches)
         L.seed_everything(seed, workers=True, verbose=False)
         others = OtherSeeds(seed) if seed != _SEED else nullcontext()
@@ -299,7 +433,7 @@ class Reference:
             others.of_module(model)
         with others:
             if data is None and not is_overridden("train_dataloader", model):
-                trainer.fit(model, train_dataloaders=Batches(batches, notes.said("length")))
+                trainer.fit(model, train_dataloaders=Batches(batches, notes.fact("length")))
             else:
                 trainer.fit(model, datamodule=data)
         seen = probe.seen
@@ -316,7 +450,7 @@ class Reference:
 
         def train_dataloader() -> Any:
             self._loader = real()
-            return stand_in(batches, self._notes.said("length"), self._loader)
+            return stand_in(batches, self._notes.fact("length"), self._loader)
 
         vars(owner)["train_dataloader"] = train_dataloader
 
@@ -356,10 +490,10 @@ def _micro_batches(batch: Any, count: int) -> list[Any]:
         return []
 
 
-def _told(configure: Callable[[], Any], ranks: int) -> Callable[[], Any]:
+def _seeing_world_size(configure: Callable[[], Any], ranks: int) -> Callable[[], Any]:
     @functools.wraps(configure)
     def configured() -> Any:
-        with told_of(ranks):
+        with seeing_world_size(ranks):
             return configure()
 
     return configured

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-SAID_AFTER: Final = 10.0
+REPORTED_AFTER: Final = 10.0
 """Seconds at one place after which it is said."""
 ENDED_AFTER: Final = 60.0
 """Seconds after which ranks that do not compute either are taken for a deadlock."""
@@ -40,7 +40,7 @@ def write_where_it_stands(folder: Path, rank: int) -> None:
                 file.unlink(missing_ok=True)
                 continue
             seconds = time.monotonic() - since
-            if seconds < SAID_AFTER - 2:
+            if seconds < REPORTED_AFTER - 2:
                 continue
             idle = time.process_time() - computed < _IDLE * seconds
             text = json.dumps({"rank": rank, "seconds": seconds, "idle": idle, "at": _place(frame)})

@@ -34,7 +34,7 @@ def page(found: Mapping[str, Any]) -> Iterator[str]:
     still = f", {len(alive['still'])} did not" if alive["still"] else ""
     norm = f"gradient norm {alive['gradient_norm']:.4g}"
     yield from _line("alive", [f"{norm}{went}; {alive['moved']} parameters moved{still}"])
-    yield from _line("said", found["said"])
+    yield from _line("remarks", found["remarks"])
     yield ""
     if found["ok"]:
         ranks = " and ".join(map(str, found["ranks"]))

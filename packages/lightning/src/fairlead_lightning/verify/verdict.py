@@ -37,14 +37,14 @@ def judged(notes: Notes, reference: Reference, references: References) -> dict[s
         references = reference.measure(len(references.repeats) - 1, why_by_replica=why)
         compared = compare(notes, references)
     red = compared.red
-    sizes = {name: size for name, size in notes.said("mesh").items() if size > 1}
+    sizes = {name: size for name, size in notes.fact("mesh").items() if size > 1}
     return {
         "ok": not red and not compared.wrong,
         "layout": {
-            "ranks": notes.said("world_size"),
+            "ranks": notes.fact("world_size"),
             "replicas": notes.replicas,
             "mesh": sizes,
-            "expert": notes.said("expert"),
+            "expert": notes.fact("expert"),
         },
         "steps": len(references.exact.losses),
         "noise": {"repeats": len(references.repeats) - 1, "multiple": MULTIPLE},
@@ -60,7 +60,7 @@ def judged(notes: Notes, reference: Reference, references: References) -> dict[s
             "still": compared.still,
         },
         "not_compared": _not_compared(notes, compared, references),
-        "said": [*_said(notes, compared), *filter(None, [references.rates]), *references.said],
+        "remarks": [*_remarks(notes, compared), *filter(None, [references.rates]), *references.remarks],
     }
 
 
@@ -70,9 +70,9 @@ def write_verdict(build: Build, plan: Plan) -> None:
 
 
 def _described(one: Difference, notes: Notes) -> dict[str, Any]:
-    held = notes.said("held") if one.kind in ("gradient", "weight") else None
-    if one.name in notes.said("stages"):
-        ranks = notes.said("stages")[one.name]
+    held = notes.fact("held") if one.kind in ("gradient", "weight") else None
+    if one.name in notes.fact("stages"):
+        ranks = notes.fact("stages")[one.name]
         held = f"by rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return {
         "what": one.kind,
@@ -81,7 +81,7 @@ def _described(one: Difference, notes: Notes) -> dict[str, Any]:
         "relative": _number(one.relative),
         "noise": _number(one.noise / one.size if one.size else one.noise),
         "ratio": _number(one.ratio),
-        "held": notes.said("placements").get(one.name, held),
+        "held": notes.fact("placements").get(one.name, held),
     }
 
 
@@ -111,28 +111,28 @@ def _worst(compared: Compared) -> dict[str, Any]:
     return found
 
 
-def _said(notes: Notes, compared: Compared) -> list[str]:
+def _remarks(notes: Notes, compared: Compared) -> list[str]:
     """What was done so that the two can be compared, and what could not be."""
-    said = []
-    if notes.said("dropouts"):
-        said.append(f"dropout set to 0 ({notes.said('dropouts')} rates): it draws other numbers on each rank")
+    remarks = []
+    if notes.fact("dropouts"):
+        remarks.append(f"dropout set to 0 ({notes.fact('dropouts')} rates): it draws other numbers on each rank")
     if compared.zero:
-        said.append(
+        remarks.append(
             f"gradients that are zero by construction, all or in part, and nothing but rounding: {flat(compared.zero)}"
         )
     void = [one.name for one in compared.weights if one.void and not one.red]
     if void:
         text = "moved by less than float32 could tell (a warm-up of the learning rate?)"
-        said.append(f"{text}: {counted(void, [one.name for one in compared.weights])}")
+        remarks.append(f"{text}: {counted(void, [one.name for one in compared.weights])}")
     if compared.local:
-        said.append(f"statistics of the batches of each rank, which differ on purpose: {flat(compared.local)}")
+        remarks.append(f"statistics of the batches of each rank, which differ on purpose: {flat(compared.local)}")
     if compared.still and compared.moved:
-        said.append(f"to be trained, and not moved in either: {flat(compared.still)}")
-    if notes.said("clips") and not compared.norms:
-        said.append("the clipping norm was not seen by itself: the weights after the last step show it")
+        remarks.append(f"to be trained, and not moved in either: {flat(compared.still)}")
+    if notes.fact("clips") and not compared.norms:
+        remarks.append("the clipping norm was not seen by itself: the weights after the last step show it")
     if all(loss != loss for loss in notes.losses):
-        said.append("training_step returns no loss: none was compared")
-    return said
+        remarks.append("training_step returns no loss: none was compared")
+    return remarks
 
 
 def _not_compared(notes: Notes, compared: Compared, references: References) -> list[str]:
@@ -140,9 +140,9 @@ def _not_compared(notes: Notes, compared: Compared, references: References) -> l
     found = [f"later steps than {len(notes.losses)}"]
     if references.rates:
         found.append("learning rates, which are made of the number of ranks")
-    if notes.said("dropouts"):
+    if notes.fact("dropouts"):
         found.append("dropout (set to 0)")
-    if not notes.said("knows_applied"):
+    if not notes.fact("knows_applied"):
         found.append("gradients as the optimizer gets them")
     if not all(rank["knows_state"] for rank in notes.ranks):
         found.append("what the optimizer holds")
