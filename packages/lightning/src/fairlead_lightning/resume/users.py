@@ -253,7 +253,7 @@ def _plain_numbers(state: Any) -> Any:
 def _nested(optimizers: Sequence[Optimizer]) -> Iterator[Inexact]:
     """Optimizers around another (Lookahead, SAM): the two share groups and state, and a resume gives each its own."""
     for one in optimizers:
-        if any(isinstance(value, Optimizer) for value in vars(one).values()):
+        if not is_engines(type(one)) and any(isinstance(value, Optimizer) for value in vars(one).values()):
             yield Inexact(
                 f"the optimizer {type(one).__name__}",
                 why="it holds another optimizer, and a resume gives each of them a state of its own",
