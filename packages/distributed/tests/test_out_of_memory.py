@@ -53,3 +53,10 @@ def test_the_traceback_of_a_custom_loop_says_what_helps(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "can't allocate memory" in done.stderr
     assert done.stderr.rstrip().endswith(NOTE)
+
+
+def test_errors_in_a_circle_end() -> None:
+    """One that is kept and raised again, while it is handled, is the context of its own context."""
+    first, second = ValueError("replaced"), RuntimeError("while it ended")
+    first.__cause__, second.__context__ = second, first
+    assert not note_out_of_memory(first)

@@ -37,7 +37,9 @@ _TEXTS: Final = ("out of memory", "can't allocate memory", "_STATUS_ALLOC_FAILED
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one that it came from, says that a device's or the host's memory is used up."""
-    while error is not None:
+    seen: list[BaseException] = []  # one that is raised a second time can be the context of its own context
+    while error is not None and not any(error is one for one in seen):
+        seen.append(error)
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):

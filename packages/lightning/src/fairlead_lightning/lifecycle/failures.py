@@ -42,10 +42,13 @@ def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
     return _traceback(error, root), 1
 
 
-def _traceback(error: BaseException, root: CodeRoot) -> str:
-    """The traceback of an error, and before it that of its cause, each cut."""
+def _traceback(error: BaseException, root: CodeRoot, led_to: Sequence[BaseException] = ()) -> str:
+    """The traceback of an error, and before it that of its cause, each cut; `led_to` are those that it has caused."""
+    led_to = (*led_to, error)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    before = f"{_traceback(cause, root)}\n\nwhich led to:\n" if cause is not None and cause is not error else ""
+    before = ""
+    if cause is not None and not any(cause is one for one in led_to):
+        before = f"{_traceback(cause, root, led_to)}\n\nwhich led to:\n"
     frames = traceback.extract_tb(error.__traceback__)
     of_user = _of_user(root)
     users = [frame for frame in frames if of_user(frame.filename)]
