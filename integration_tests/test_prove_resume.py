@@ -309,6 +309,44 @@ def stopping(cls: str = "lightning.pytorch.callbacks:EarlyStopping") -> dict[str
     return {"callbacks": [{"class": cls, "args": {"monitor": "score", "mode": "max", "patience": 3}}]}
 
 
+SEVERAL = """
+
+class Several(L.LightningModule):
+    """Three steps of an optimizer to a batch, and a count in a closure, which nothing restores."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        count = [0]
+
+        def counted():
+            count[0] += 1
+            return count[0]
+
+        self.counted = counted
+
+    def training_step(self, batch, index):
+        scale = self.counted()
+        for part, optimizer in zip(self.parts, self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(part(batch * scale).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.001) for part in self.parts]
+"""
+
+
+@pytest.mark.parametrize("io", ["torch", pytest.param("async", marks=pytest.mark.full)])
+def test_several_steps_to_a_batch_go_past_those_of_the_plan(tmp_path: Path, io: str) -> None:
+    """The last save is behind the plan's last step: it is waited for, and compared."""
+    call = proved(tmp_path, model="Several", more=SEVERAL, checkpoint_io=io)
+    assert call.code == 1, call.text
+    assert call.out.startswith("the resume differs: 1 rank, killed after step 6, resumed from the checkpoint of step 6")
+    assert "state_dict.parts.0.weight" in call.out
+
+
 # Epochs that end before the checkpoint and behind the kill: what decides at their ends needs its state for the second.
 SHORT = ("--set", "trainer.limit_train_batches=3")
 

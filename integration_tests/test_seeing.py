@@ -129,7 +129,7 @@ def test_a_slow_rank_is_named_and_the_other_one_waits_for_its_gradients(slow_ran
         assert 0.3 <= one.seconds["validate"] < 1.0
     shown = fairlead(slow_rank, "doctor", "--run", "loop")
     assert shown.returncode == 0, shown.stderr
-    assert "warning[slow-rank]: the other rank waits for a slow one: rank 1" in shown.stdout
+    assert "warning[slow-rank]: the others wait for 1 slow rank: rank 1" in shown.stdout
 
 
 def test_the_time_of_a_run_is_the_sum_of_its_parts(slow_rank: Path) -> None:

@@ -72,7 +72,9 @@ class SwitchFiles:
         with suppress(OSError):  # a disk that refused the checkpoint may refuse this
             switch = find_switch(self._run, STOP)
             if switch is not None and str(switch) == outcome.requested:
-                take_switch(switch)
+                refused = take_switch(switch)
+                if refused is not None:
+                    print(f"{switch} cannot be removed ({refused}): each start stops until it is", flush=True)
 
     # -- the thread
 

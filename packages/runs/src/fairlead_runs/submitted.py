@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from fairlead.errors import RunDirectoryError
+from fairlead_runs.commit.files import disk_error
+
 SUBMISSIONS: Final = "submissions"
 """The folder in a run directory: one for each submission, numbered, with `submission.json`."""
 LOCAL: Final = "local"
@@ -78,8 +81,10 @@ def _records(folder: Path) -> Iterator[Record]:
         try:
             data = json.loads((folder / SUBMISSIONS / str(number) / _FILE).read_text(encoding="utf-8"))
             yield Record(**{**data, "runs": tuple(data["runs"]), "sweep": tuple(data.get("sweep", ()))})
-        except (OSError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, PermissionError, ValueError, TypeError, KeyError):
             continue
+        except OSError as error:  # a file system that does not answer: the run may be in the queue
+            raise disk_error(error, "cannot read a submission", folder, RunDirectoryError) from error
 
 
 def read_submission(folder: Path) -> Record | None:

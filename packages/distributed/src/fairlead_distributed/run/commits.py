@@ -190,6 +190,8 @@ class Commits:
         saved = bool(self._ranks.broadcast(error is None or _of_earlier_saves(error, file)))
         if saved:
             self.saved = step if place is None else place
+        if self.session.proof is not None:  # which ends all ranks once its last checkpoint is there
+            self.drain(step, **event)
         return saved
 
     def through_strategy(self, file: Path, save: Callable[[], None], commit: Commit) -> Problem:

@@ -91,7 +91,8 @@ class RankProof:
         if self._kills and step >= plan.kill and saved >= plan.checkpoint:
             (self._notes / f"killed-{get_rank():05d}").write_text(str(step))
             os.kill(os.getpid(), signal.SIGKILL)
-        if step > plan.steps or (saved >= plan.steps and not self._kills):
+        # Not before that: with several optimizers a step may go past the plan's last one, and be saved behind it.
+        if saved >= plan.steps and not self._kills:
             self.end()
             sys.stdout.flush()
             sys.stderr.flush()

@@ -85,6 +85,13 @@ class Proof(ABC):
         resumed = self.trained("interrupted", "resumed")
         ranks = f"{undisturbed.ranks} rank{'s' if undisturbed.ranks > 1 else ''}"
         done = f"{ranks}, killed after step {killed}, resumed from the checkpoint of step {saved}"
+        last = newest_complete(undisturbed.path / "checkpoints").checkpoint
+        if last is None or last.step <= saved:
+            raise RunFailedError(
+                f"nothing was trained between the resume, from step {saved}, and the last checkpoint",
+                why=f"the last checkpoint of the undisturbed run is {f'of step {last.step}' if last else 'missing'}",
+                fix="a longer training, or more steps",
+            )
         compared = self.compared(undisturbed)
         found = differences(undisturbed, resumed, self.session)
         if not found:
@@ -199,6 +206,7 @@ def explained(
 _ORDER: Final = ("state_dict.", "optimizer_states.", "lr_schedulers.")
 _BESIDE: Final = ("callbacks.", "loops.", "fairlead", "rank-")
 """What a checkpoint holds beside the training itself: of callbacks, of the run, of each rank."""
+_LAST_STEP: Final = "the step of the last checkpoint"
 _OWNER: Final = re.compile(r" of the (callback|model|data|module) ")
 
 
@@ -258,8 +266,9 @@ def differences(reference: Trained, other: Trained, session: Session) -> list[Un
 
 
 def trained_otherwise(found: list[Unequal]) -> bool:
-    """Whether the training itself was another one: tensors differ that are neither of a rank nor of a callback."""
-    return any(one.kind == "tensor" and not one.name.startswith(_BESIDE) for one in found)
+    """Whether the training itself was another one: its last step, or tensors of neither a rank nor a callback."""
+    tensors = any(one.kind == "tensor" and not one.name.startswith(_BESIDE) for one in found)
+    return tensors or any(one.name == _LAST_STEP for one in found)
 
 
 def _metrics(reference: Trained, other: Trained) -> Iterator[Unequal]:
@@ -287,7 +296,7 @@ def _checkpoint(reference: Trained, other: Trained, session: Session) -> Iterato
     newest = [newest_complete(run.path / "checkpoints").checkpoint for run in (reference, other)]
     if newest[0] is None or newest[1] is None or newest[0].step != newest[1].step:
         steps = [one.step if one is not None else "none" for one in newest]
-        yield Unequal("checkpoint", "the step of the last checkpoint", f"{steps[0]} became {steps[1]}")
+        yield Unequal("checkpoint", _LAST_STEP, f"{steps[0]} became {steps[1]}")
         return
     places = [one.path for one in newest if one is not None]
     out, err = io.StringIO(), io.StringIO()

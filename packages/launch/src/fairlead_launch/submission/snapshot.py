@@ -83,8 +83,8 @@ def find_sources(
         left_out = len(others - chosen)
     else:
         top, left_out = folder, 0
-        walked = itertools.islice(_walk(folder, without), MOST_FILES + 1)  # a home directory may have millions
-        chosen = {name for name in walked if patterns is None or _matches(name, patterns)}
+        named_here = (name for name in _walk(folder, without) if patterns is None or _matches(name, patterns))
+        chosen = set(itertools.islice(named_here, MOST_FILES + 1))  # a home directory may have millions
     present = (name for name in sorted(chosen) if os.path.lexists(top / name) and not _inside(top / name, without))
     files = [name for name in present if not (top / name).is_dir() or (top / name).is_symlink()]
     _not_too_much(top, files)

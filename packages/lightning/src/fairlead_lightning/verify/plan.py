@@ -13,7 +13,6 @@ PLAN: Final = "FAIRLEAD_VERIFY"
 
 REPORT: Final = "report.json"
 START: Final = "start.pt"
-SEEN: Final = "seen.pt"
 
 
 @dataclass(frozen=True)
