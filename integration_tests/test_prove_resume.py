@@ -309,7 +309,7 @@ def stopping(cls: str = "lightning.pytorch.callbacks:EarlyStopping") -> dict[str
     return {"callbacks": [{"class": cls, "args": {"monitor": "score", "mode": "max", "patience": 3}}]}
 
 
-SEVERAL = """
+SEVERAL = '''
 
 class Several(L.LightningModule):
     """Three steps of an optimizer to a batch, and a count in a closure, which nothing restores."""
@@ -335,7 +335,7 @@ class Several(L.LightningModule):
 
     def configure_optimizers(self):
         return [torch.optim.SGD(part.parameters(), lr=0.001) for part in self.parts]
-"""
+'''
 
 
 @pytest.mark.parametrize("io", ["torch", pytest.param("async", marks=pytest.mark.full)])
