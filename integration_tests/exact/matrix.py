@@ -32,7 +32,7 @@ _EPOCHS_MEAN = "monitor: train/loss_epoch, patience: 1, check_on_train_epoch_end
 _KEEPING_WEIGHTS = "amount: 0.1, use_lottery_ticket_hypothesis: false"
 _AFTERWARDS = "afterwards:validate"
 
-# Where it is installed: it brings pyarrow and pandas.
+# Where it is installed.
 _HUGGING_FACE = ["hf", "hf_map", "hf_batched", "hf_shuffled"] if importlib.util.find_spec("datasets") else []
 
 AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {

@@ -77,8 +77,9 @@ def check_call(
     assert group is not None
     calls, name, ranks = _Calls.of_process_group(), group.group_name, dist.get_process_group_ranks(group)
     number = calls.numbers[name] = calls.numbers[name] + 1
-    most = _environ.checked_calls(_environ.or_process(None))
-    due = check if check is not None else timeout is not None or number <= most
+    if name not in calls.most:  # once: ranks that disagreed later on would wait for each other
+        calls.most[name] = _environ.checked_calls(_environ.or_process(None))
+    due = check if check is not None else timeout is not None or number <= calls.most[name]
     if len(ranks) == 1 or not due:
         return False
     if calls.mailbox is None:
@@ -98,6 +99,8 @@ class _Calls:
 
     def __init__(self, store: dist.Store) -> None:
         self.numbers: Counter[str] = Counter()
+        self.most: dict[str, float] = {}
+        """How many of the first calls of each group are checked."""
         self.timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
         self.mailbox: StoreMailbox | None = None
         """The messages of all groups, over a connection of their own; None: the store has but one."""

@@ -250,17 +250,20 @@ class Coordinator:
             what = f"{len(known)} of {self._least} nodes came within {self._start_s:g} s"
             absent = [str(rank) for rank in range(self._most) if rank not in {node.rank for node in known}]
             where = f"not heard of: node {', '.join(absent)}" if self._fixed and absent else None
-        before = f"\nbefore that: {self._last_error['what']}" if self._last_error is not None else ""
+        last = self._last_error["what"] if self._last_error is not None else what
+        before = f"\nbefore that: {last}" if last not in what else ""
         there = f"there {'is' if len(known) == 1 else 'are'}: {', '.join(node.name for node in known)}"
         fix = "look at their machines and launchers; a slow start needs a longer --start-timeout, and a range, as "
         fix += "--nnodes 2:4, continues without a lost node"
         return packed(RunFailedError(what, where=where, why=f"{there}{before}", fix=fix))
 
     def _start(self, members: Sequence[_Node]) -> None:
-        before, changed = self._last, None
+        before, changed = self._last, []
+        if before is not None and (new := [node.name for node in members if node not in before.members]):
+            changed.append(f"{', '.join(new)} came in")
         if before is not None and len(members) != before.size:
             what = "trainer.batch_policy decides what becomes of the batch"
-            changed = f"{len(members)} node{'s'[: len(members) != 1]}, {before.size} before: {what}"
+            changed.append(f"{len(members)} node{'s'[: len(members) != 1]}, {before.size} before: {what}")
         for index, node in enumerate(members):
             self._send(
                 [node],
@@ -271,7 +274,7 @@ class Coordinator:
                     "address": self._address,
                     "port": members[0].port,
                     "start": self._starts,
-                    "changed": changed,
+                    "changed": "; ".join(changed) or None,
                 },
             )
         for node in members:

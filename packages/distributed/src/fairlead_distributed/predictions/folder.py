@@ -13,6 +13,7 @@ import errno
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ IDENTITY: Final = "prediction.json"
 LOCK: Final = ".lock"
 _TEMPORARY: Final = (".tmp-", ".lock")
 _SHOWN: Final = 6
+_SEEN_AFTER_S: Final = 5.0
+"""A network file system shows a new file to other machines by then."""
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
@@ -71,7 +74,7 @@ class PredictionFolder:
     """Where the ranks of one prediction write; its methods are collectives where they say so.
 
     Args:
-        asked: The folder; None: the next `predictions-N` in `run`, or the last, where that was interrupted.
+        requested: The folder; None: the next `predictions-N` in `run`, or the last, where that was interrupted.
         run: The run directory.
         settings: What it is a prediction of, as plain data: weights and job.
     """
@@ -223,7 +226,8 @@ class PredictionFolder:
             raise _full(error, path) from error
 
     def _committed(self, hashes: Mapping[str, FileHash]) -> None:
-        names = _shard_names(self.path)
+        # The ranks have said what they have written: this machine may see it later.
+        names = sorted({*_shard_names(self.path), *(name for name in hashes if _appears(self.path / name))})
         there = [_shard_done(ShardFile(self.path / name)) for name in names]
         for loader, batches in self._totals.items():
             done = _done(there, loader).numbers
@@ -312,9 +316,17 @@ def _made(path: Path) -> None:
         ) from error
 
 
+def _appears(path: Path) -> bool:
+    """Whether a file that another machine has written is seen here, now or within some seconds."""
+    deadline = time.monotonic() + _SEEN_AFTER_S
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return seen
+
+
 def _require_shared(path: Path) -> None:
     """Raises on all ranks where one of them does not see the folder, with rank 0's lock in it. A collective."""
-    blind = [rank for rank, sees in enumerate(gather_objects((path / LOCK).exists())) if not sees]
+    blind = [rank for rank, sees in enumerate(gather_objects(_appears(path / LOCK))) if not sees]
     if blind:
         raise RunDirectoryError(
             f"{ranks_text(blind)} cannot see the folder for the predictions",
