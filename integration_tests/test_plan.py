@@ -68,7 +68,7 @@ def test_a_batch_of_the_whole_step_is_taken_as_it_is() -> None:
 
 
 BROKEN: dict[str, tuple[list[str], list[str]]] = {
-    "no devices": (["examples/gpt/job.yaml"], ["on which devices", "--gpus 64xh100"]),
+    "no devices": (["examples/gpt/job.yaml"], ["the devices are not given", "--gpus 64xh100"]),
     "no number": (["examples/gpt/job.yaml", "--gpus", "h100"], ["says no number of devices", "64xh100"]),
     "unknown device": (["examples/gpt/job.yaml", "--gpus", "8xh900"], ["unknown device 'h900'", "known are", "a100"]),
     "unknown network": (
@@ -91,7 +91,7 @@ BROKEN: dict[str, tuple[list[str], list[str]]] = {
     ),
     "half a node": (
         ["examples/gpt/job.yaml", "--gpus", "12xh100"],
-        ["no whole number of nodes of 8", "--nodes 2 --gpus 6xh100"],
+        ["do not fill nodes of 8", "--nodes 2 --gpus 6xh100"],
     ),
     "no calibration": (
         ["examples/gpt/job.yaml", "--gpus", "8xh100", "--calibration", "nothing.json"],

@@ -183,8 +183,8 @@ def every_second_product_kept(full: Profile) -> Profile:
     """torchtitan's selective checkpointing of operators: attention and every second product are not computed again."""
     kernels, products = [], 0
     for one in full.kernels:
-        products += one.again and one.kind == "matmul"
-        if not (one.again and (one.kind == "attention" or (one.kind == "matmul" and products % 2))):
+        products += one.recomputed and one.kind == "matmul"
+        if not (one.recomputed and (one.kind == "attention" or (one.kind == "matmul" and products % 2))):
             kernels.append(one)
     return replace(full, kernels=tuple(kernels), storages=(), checkpointing="selective")
 

@@ -105,7 +105,7 @@ def test_a_right_layout_is_equal(found: Judge, name: str) -> None:
         ("experts summed", "blocks.0.experts.0.0.weight", "16 of 22 parameters are 2 x those of one process: summed"),
         ("experts clipped by a part", "rank 0", "it counts what this rank holds, not what the others do"),
         ("a step left out", "head.bias", "rank 1 and rank 0 do not hold the same weights any more"),
-        ("token mean", "inlet.weight", "a mean over unequal counts, averaged again"),
+        ("token mean", "inlet.weight", "a mean over unequal counts, averaged a second time"),
     ],
 )
 def test_a_fault_is_found_and_named(found: Judge, name: str, first: str, cause: str) -> None:

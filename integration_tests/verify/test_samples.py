@@ -28,7 +28,7 @@ RIGHT = (
 )
 UNKNOWN = {
     "weighted": "drawn at random",
-    "stream with a position": "does not begin again",
+    "stream with a position": "does not restart",
     "own part, augmented": "draws its samples at random",
     "too many ranks": "32 samples of TensorDataset are not read in one process",
     "too many ranks in a stream": "32 samples of Stream are not read in one process",
@@ -103,7 +103,7 @@ def test_ranks_with_an_order_each_leave_out_samples(ranks: list[Readings], kind:
     (said,), why = judged(ranks, kind)
     assert not why
     assert said.startswith("samples are missing: of ")
-    assert "more than once: each rank takes its part of an order of its own; shuffle with one seed" in said
+    assert "more than once: each rank takes its part of another order; shuffle with one seed" in said
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -124,16 +124,16 @@ def test_ranks_that_read_everything_are_told_so(ranks: list[Readings], kind: str
 def test_the_missing_ones_are_named() -> None:
     """By their place in the dataset, or by their number in what one process reads."""
     places = [[0, 1, 2, 3]] * 2
-    ranks = [[Reading("Set", 4, places=[[0]] * 2, batch=1)], [Reading("Set", 4, places=[[3]] * 2, batch=1)]]
-    (said,), _ = unlike_one_process(ranks, [Reading("Set", 4, places=places)])
+    ranks = [[Reading("Set", 4, indices=[[0]] * 2, batch=1)], [Reading("Set", 4, indices=[[3]] * 2, batch=1)]]
+    (said,), _ = unlike_one_process(ranks, [Reading("Set", 4, indices=places)])
     assert "leaves out 2 of 4 samples that one process reads (1, 2)" in said
 
 
 def test_a_dataset_that_is_cut_to_full_batches_is_right() -> None:
     """Fewer samples than one batch of all ranks, at its end."""
     places = [[0, 2, 4], [1, 3, 5]]
-    ranks = [[Reading("Set", 8, places=[one, one], batch=2)] for one in places]
-    assert unlike_one_process(ranks, [Reading("Set", 8, places=[list(range(8))] * 2)]) == ([], "")
+    ranks = [[Reading("Set", 8, indices=[one, one], batch=2)] for one in places]
+    assert unlike_one_process(ranks, [Reading("Set", 8, indices=[list(range(8))] * 2)]) == ([], "")
 
 
 @pytest.mark.parametrize(("step", "found"), [(1, True), (2, False)])
@@ -167,7 +167,7 @@ def test_reading_changes_no_generator() -> None:
 @pytest.mark.parametrize("loader", [[1, 2], iter([1])])
 def test_a_loader_that_is_no_dataloader_is_not_known(loader: Any) -> None:
     (one,) = read_epochs({"a": _Loader(loader)}, [seeded_states(3), seeded_states(4)], lambda own: [own])
-    assert "is no DataLoader" in one.why
+    assert "no DataLoader" in one.why
 
 
 class _Loader:

@@ -262,7 +262,7 @@ def test_extends_is_set_by_no_option(folder: Folder) -> None:
 
 
 def test_a_job_in_python_stands_alone(folder: Folder) -> None:
-    assert "a whole job in Python" in folder.refused("base.yaml", "my.jobs:job").what
+    assert "a complete job in Python" in folder.refused("base.yaml", "my.jobs:job").what
 
 
 def test_files_with_one_key_of_two_kinds(folder: Folder) -> None:
@@ -335,7 +335,7 @@ def test_a_value_of_the_wrong_kind_names_its_variable(folder: Folder) -> None:
     assert folder.where("job.yaml") == [("wrong-type", "job.yaml:3, trainer.devices, from N")]
     folder.write("flow.yaml", "model: net:Net\ntrainer: {devices: ${env:N}}\n")
     error = folder.refused("flow.yaml")
-    assert "needs a line of its own" in str(error.fix)
+    assert "needs its own line" in str(error.fix)
 
 
 def test_a_variable_that_is_not_needed_is_not_missed(folder: Folder) -> None:

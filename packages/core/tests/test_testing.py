@@ -393,8 +393,8 @@ X = {"X": "1"}
         (here(why="killed"), "test_says_why_without_its_scheduler", "gave a str"),
         (here(why=StopReason("cancelled", "x")), "test_says_why_without_its_scheduler", "says 'cancelled' without"),
         (here(why=StopReason("unknown", "x")), "test_says_why_without_its_scheduler", "passed"),
-        (here(unused="2 nodes"), "test_what_is_unused_is_told", "gave a str"),
-        (here(unused=Unused("2 nodes", "", "nrun")), "test_what_is_unused_is_told", "an empty part"),
+        (here(unused="2 nodes"), "test_what_is_unused_is_reported", "gave a str"),
+        (here(unused=Unused("2 nodes", "", "nrun")), "test_what_is_unused_is_reported", "an empty part"),
     ],
 )
 def test_a_bad_environment_is_caught(
@@ -483,8 +483,8 @@ REQUEUE = """
         ("works", "test_requeues", "passed"),
         ("asks", "test_requeues", "raised CalledProcessError"),  # of the stand-in that refuses
         ("silent", "test_requeues", "gave a NoneType"),
-        ("works", "test_its_exit_code_can_be_told_apart", "passed"),
-        ("signal", "test_its_exit_code_can_be_told_apart", "its exit_code is 143"),
+        ("works", "test_its_exit_code_is_distinct", "passed"),
+        ("signal", "test_its_exit_code_is_distinct", "its exit_code is 143"),
     ],
 )
 def test_a_bad_requeuer_is_caught(

@@ -118,7 +118,7 @@ def test_under_a_launcher_its_ranks_measure(launcher: str, tmp_path: Path) -> No
     ("words", "said"),
     [
         (("--collectives", "all_reduce,gossip"), "gossip"),
-        (("--processes", "1"), "nobody to talk to"),
+        (("--processes", "1"), "no peer to communicate with"),
         (("--plot", "x.foo"), "a plot cannot be a .foo"),
         (("--plot", "none/x.svg"), "there is no folder"),
     ],

@@ -75,7 +75,7 @@ def test_a_bad_node_is_recorded_and_the_job_requeued_without_it_until_the_budget
     [
         (Plain, {}, "the requeuer 'mine' cannot exclude nodes"),
         (None, {}, "nothing requeues this job"),
-        (Excluding, {"most": 0}, "it was asked not to"),
+        (Excluding, {"most": 0}, "excluding nodes is off"),
         (Refusing, {}, "the job could not start: 2 nodes would be left"),
     ],
 )

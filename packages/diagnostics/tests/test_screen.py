@@ -61,7 +61,7 @@ class Nodes:
 
     def run(self, *screens: Screen) -> Screened:
         def one(screen: Screen) -> None:
-            self.codes[screen.place.node] = screen.run()
+            self.codes[screen.position.node] = screen.run()
 
         threads = [threading.Thread(target=one, args=(screen,)) for screen in screens]
         for thread in threads:

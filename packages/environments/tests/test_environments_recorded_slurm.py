@@ -154,7 +154,7 @@ def test_an_exported_meeting_point_is_honoured(recorded: Recorded) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        ("SLURM_PROCID", "x", "SLURM_PROCID is 'x', which is not a whole number"),
+        ("SLURM_PROCID", "x", "SLURM_PROCID is 'x', which is not an integer"),
         ("SLURM_PROCID", "4", "4 (SLURM_PROCID) does not go with 4 (SLURM_STEP_NUM_TASKS"),
         ("SLURM_LOCALID", None, "SLURM_LOCALID is not set"),
         ("SLURM_LOCALID", "-1", "SLURM_LOCALID is '-1'"),

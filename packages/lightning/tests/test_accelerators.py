@@ -371,7 +371,7 @@ def test_intels_accelerator_with_a_stand_in_for_the_device(engine: Any, monkeypa
     assert made.parse_devices(2) == [0, 1] == made.parse_devices(-1)
     assert made.get_parallel_devices([1]) == [torch.device("xpu", 1)]
     assert made.auto_device_count() == 2
-    with pytest.raises(ConfigError, match=r"\[5\] were asked for, but torch finds 2"):
+    with pytest.raises(ConfigError, match=r"\[5\] were requested, but torch finds 2"):
         made.parse_devices([0, 5])
     made.setup_device(torch.device("xpu", 1))
     assert chosen == [torch.device("xpu", 1)]

@@ -449,14 +449,14 @@ class Watcher(L.Callback):
         self.came: list[tuple[str, tuple[int, int]]] = []
         vars(trainer)["callbacks"].append(self)
 
-    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
+    def before_loaders(self, trainer: L.Trainer, *, rebuilt: bool) -> float | None:
         return None
 
     def requesting_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         return nullcontext()
 
     def _note(self, name: str) -> None:
-        self.came.append((name, compat.training_place(self.trainer)))
+        self.came.append((name, compat.training_position(self.trainer)))
 
     def before_epoch(self, trainer: L.Trainer) -> None:
         self._note("epoch")
@@ -517,7 +517,7 @@ def test_loaders_that_were_made_before_the_loops_were_restored_are_made_again(tm
             return loader()
 
     class Again(Watcher):
-        def before_loaders(self, trainer: L.Trainer, *, again: bool) -> float | None:
+        def before_loaders(self, trainer: L.Trainer, *, rebuilt: bool) -> float | None:
             asked.append("again")
             return None
 

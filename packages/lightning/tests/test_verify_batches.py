@@ -59,7 +59,7 @@ def test_nested_batches_are_put_together_and_keep_their_types() -> None:
         ([[torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]], "another length"),
         ([{"n": 1}, {"n": 2}], r"batch\['n'\] is one value"),
         ([torch.zeros(1), [1]], "another type"),
-        ([torch.tensor(1.0), torch.tensor(2.0)], "one value for a whole batch"),
+        ([torch.tensor(1.0), torch.tensor(2.0)], "one value for a batch"),
     ],
 )
 def test_what_cannot_be_put_together_is_named(batches: list[Any], why: str) -> None:

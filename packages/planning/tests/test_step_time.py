@@ -135,7 +135,7 @@ def test_gathers_are_hidden_within_a_node_and_not_over_a_slow_network() -> None:
     slow = StepTimer(profile(), Cluster.of("h100", "ethernet 25")).time(layout(shard=64))
     assert near.communication["data"] < 0.15 * near.seconds
     assert slow.communication["data"] > 0.5 * slow.seconds
-    whole = timer().time(layout(shard=8, whole=True))
+    whole = timer().time(layout(shard=8, one_unit=True))
     assert whole.communication["data"] > 1.5 * near.communication["data"], "one unit hides nothing"
     wide = timer().time(layout(shard=8, cast=False))
     assert wide.communication["data"] > near.communication["data"], "parameters in 32 bits are gathered"

@@ -25,7 +25,7 @@ class AsyncCheckpointIOConfig(CheckpointIOConfigBase):
     """Saves that may be unfinished at a time, the one being written included; the next one waits. Default 1:
     a disk that is slower than the checkpoints come shows at once, and only one copy is held."""
     inner: Annotated[CheckpointIOConfigBase, OpenUnion("checkpoint_io")] = TorchCheckpointIOConfig()
-    """The backend that writes: any but `async`, `remote` and `distributed`, which has a background of its own."""
+    """The backend that writes: any but `async`, `remote` and `distributed`, which writes in the background itself."""
 
     @field_validator("inner")
     @classmethod

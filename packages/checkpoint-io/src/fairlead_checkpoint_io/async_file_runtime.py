@@ -41,7 +41,7 @@ class BackgroundCheckpointIO(CheckpointIO):
     """Saves through another backend, or beside it, in one thread, in order; everything else waits for the saves.
 
     A failed save is logged at once and raised once: by the next save (which is accepted all the same), by
-    `wait` or by `teardown`.  A checkpoint is deleted only after the saves before it have ended, and kept
+    `wait` or by `teardown`.  A checkpoint is deleted only after the saves before it have ended, and retained
     when the last of them failed, so that a full disk does not cost the last good one.
     """
 

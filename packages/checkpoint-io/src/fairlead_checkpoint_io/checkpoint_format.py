@@ -91,11 +91,11 @@ class CheckpointFormat:
 
 
 def known_formats(session: Session) -> tuple[CheckpointFormat, ...]:
-    """Those of all installed plugins, in the order in which they are asked.
+    """Those of all installed plugins, in the order in which they are tried.
 
-    The names of ours are ours. Others are asked before, as theirs may be files of zip or torch with more in them.
+    The names of ours are ours. Others are tried before, as theirs may be files of zip or torch with more in them.
 
-    One that cannot be had is warned of: it is in nobody's way.
+    One that cannot be loaded is a warning, and does not stop the others.
     """
     found: dict[str, CheckpointFormat] = {}
     tags = sorted(session.plugins.names(_AXIS), key=lambda tag: f"{_AXIS}.{tag}" not in first_party())
@@ -135,7 +135,7 @@ def format_of(path: Path, formats: tuple[CheckpointFormat, ...]) -> CheckpointFo
         "this folder is not a checkpoint" if path.is_dir() else "this is not a checkpoint",
         where=str(path),
         why=names_text(path) if path.is_dir() else known if size else "the file is empty",
-        fix="name a checkpoint's folder or file; a format of its own needs the plugin that brings it",
+        fix="name a checkpoint's folder or file; a format of a plugin needs that plugin",
     )
 
 

@@ -57,7 +57,7 @@ class FilePlugin(CheckpointIOPlugin):
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterable[Inexact]:
-        """The state is written as it is; a wrapped backend is asked too."""
+        """The state is written as it is; a wrapped backend decides, too."""
         return ()
 
 

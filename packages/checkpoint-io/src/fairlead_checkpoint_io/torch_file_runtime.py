@@ -84,7 +84,7 @@ class TorchFileCheckpointIO(CheckpointIO):
         return read_sharded(local_path(path), place=place, **self._options(weights_only))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a file, or a directory as a whole; one that is gone already is no error."""
+        """Deletes a file, or a complete directory; one that is gone already is no error."""
         target, system = local_path(path), Syscalls()
         try:
             if target.is_dir() and not target.is_symlink():

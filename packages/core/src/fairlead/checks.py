@@ -167,7 +167,7 @@ def _choices(resolution: Resolution, plugins: PluginManager) -> dict[str, str | 
         path = f"trainer.{config.axis}" if getattr(trainer, config.axis, None) not in (None, "auto") else None
         chosen[f"{config.axis}.{config.name}"] = path
         chosen[f"{config.axis}.{plugins.label(config)}"] = path
-        for name in sorted(config.model_fields_set):  # one that is asked to work through another, as `inner`
+        for name in sorted(config.model_fields_set):  # a backend that wraps another, as `inner`
             inner = getattr(config, name)
             if isinstance(inner, BackendConfig):
                 chosen.setdefault(f"{inner.axis}.{inner.name}", f"trainer.{config.axis}.{name}")

@@ -43,7 +43,7 @@ class JobFile:
 
 @dataclass
 class Origins:
-    """Which file has said what.
+    """Which file has set what.
 
     Args:
         files: All of them, a later one over those before it; the last one was named on the command line.
@@ -63,17 +63,17 @@ class Origins:
         owners = (self._owners.get(path[:end]) for end in range(len(path), 0, -1))
         return next((owner for owner in owners if owner is not None), self.files[-1])
 
-    def place(self, path: Path) -> str:
+    def location(self, path: Path) -> str:
         """Where that is: `base.yaml:7`."""
         document = self.file(path).document
         return f"{document.source}:{document.line(path) or 1}"
 
 
 def compose(sources: Sequence[str], cwd: FilePath, environ: Mapping[str, str]) -> tuple[dict[Any, Any], Origins]:
-    """The data of all files together, variables not yet replaced, and who has said what.
+    """The data of all files together, variables not yet replaced, and which file has set what.
 
     A file counts once, where the first one needs it: of two files that extend the same base the second takes nothing
-    of the first back. A file that is named here counts at its place all the same.
+    of the first back. A file that is named here counts at its position all the same.
 
     Raises:
         NotAJobError: A file is no mapping.
@@ -107,43 +107,45 @@ def _read(path: FilePath, source: str) -> tuple[yaml.Document, Mapping[Any, Any]
 
 def _collect(chain: tuple[JobFile, ...], files: list[JobFile], environ: Mapping[str, str]) -> None:
     """Adds the last file of a chain, in which each extends the next one, behind those that it extends itself."""
-    for place, given in _bases(chain[-1], environ):
+    for location, given in _bases(chain[-1], environ):
         path = chain[-1].path.parent / os.path.expanduser(given)
         real = os.path.realpath(path)
         if real in (before := [file.real for file in chain]):
             names = [file.document.source for file in chain[before.index(real) :]]
             raise ConfigError(
                 f"{names[0]} extends itself",
-                where=place,
+                where=location,
                 why=" extends ".join([*names, names[0]]),
                 fix=f"remove one `{EXTENDS}` of these",
             )
         if len(chain) >= _DEEPEST:
-            raise ConfigError(f"more than {_DEEPEST} files extend each other", where=place, fix="extend fewer")
+            raise ConfigError(f"more than {_DEEPEST} files extend each other", where=location, fix="extend fewer")
         if real not in {file.real for file in files}:
-            _collect((*chain, _base(chain[-1], place, given, path)), files, environ)
+            _collect((*chain, _base(chain[-1], location, given, path)), files, environ)
     files.append(chain[-1])
 
 
 def _bases(file: JobFile, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The paths in `extends`, each with its place."""
+    """The paths in `extends`, each with its location."""
     document = file.document
     assert isinstance(document.data, dict)
     requested = document.data.get(EXTENDS, [])
     found = interpolate({EXTENDS: requested if isinstance(requested, list) else [requested]}, environ)
     for index, one in enumerate(found.data[EXTENDS]):
-        place = f"{document.source}:{document.line((EXTENDS, index))}, {EXTENDS}"
+        location = f"{document.source}:{document.line((EXTENDS, index))}, {EXTENDS}"
         if (mistake := found.mistakes.get((EXTENDS, index))) is not None:
-            raise ConfigError(mistake.what, where=place, why=mistake.why, fix=mistake.fix)
+            raise ConfigError(mistake.what, where=location, why=mistake.why, fix=mistake.fix)
         if not isinstance(one, str) or not one:
             shown = "null" if one is None else repr(one)
             raise ConfigError(
-                f"{EXTENDS} is {shown}, not a file", where=place, fix=f"write {EXTENDS}: base.yaml, or a list of files"
+                f"{EXTENDS} is {shown}, not a file",
+                where=location,
+                fix=f"write {EXTENDS}: base.yaml, or a list of files",
             )
-        yield place, one
+        yield location, one
 
 
-def _base(file: JobFile, place: str, given: str, path: FilePath) -> JobFile:
+def _base(file: JobFile, location: str, given: str, path: FilePath) -> JobFile:
     """The file that another one extends."""
     source = os.path.normpath(os.path.join(os.path.dirname(file.document.source), os.path.expanduser(given)))
     try:
@@ -151,7 +153,7 @@ def _base(file: JobFile, place: str, given: str, path: FilePath) -> JobFile:
     except ConfigError as error:
         if error.where == os.fspath(path):  # it cannot be read at all
             raise ConfigError(
-                f"{EXTENDS}: {given}: {error.what}", where=place, why=error.why or str(path), fix=error.fix
+                f"{EXTENDS}: {given}: {error.what}", where=location, why=error.why or str(path), fix=error.fix
             ) from None
-        error.why = f"{error.why}\n{place} names it" if error.why else f"{place} names it"
+        error.why = f"{error.why}\n{location} names it" if error.why else f"{location} names it"
         raise

@@ -190,7 +190,7 @@ class RequeueConfigBase(BackendConfig):
     short_s: float = Field(default=30.0, ge=0, strict=False)
     """With fewer seconds left, only the checkpoint and the requeue are done; loggers are not closed."""
     grace_s: float | None = Field(default=None, gt=0, strict=False)
-    """Seconds from the signal to the kill, as KillWait of SLURM or `terminationGracePeriodSeconds` of a pod: the whole
+    """Seconds from the signal to the kill, as KillWait of SLURM or `terminationGracePeriodSeconds` of a pod: the full
     stop is made to fit into them. Default null: the scheduler's value, else 30 after SIGTERM in a job of SLURM or LSF;
     elsewhere without a limit."""
 

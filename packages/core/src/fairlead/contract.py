@@ -35,14 +35,14 @@ def broken_contract(plugin: Plugin, name: str) -> str | None:
 
 
 def _misspelt(plugin: Plugin) -> str | None:
-    """An attribute that looks like one of the contract's: `engine` would be read by nobody."""
+    """An attribute that looks like one of the contract's: `engine` would never be read."""
     known = {name for kind in type(plugin).__mro__ if _is_ours(kind) for name in vars(kind) if not name.startswith("_")}
     known |= {name for kind in type(plugin).__mro__ if _is_ours(kind) for name in vars(kind).get("__annotations__", ())}
     own = {name for kind in type(plugin).__mro__ if not _is_ours(kind) and kind is not object for name in vars(kind)}
     for name in sorted(own - known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if not name.startswith(("_", "fairlead_")) and near and near[0] not in own:
-            return f"{type(plugin).__name__} sets `{name}`, which nobody reads: did you mean `{near[0]}`?"
+            return f"{type(plugin).__name__} sets `{name}`, which is never read: did you mean `{near[0]}`?"
     return None
 
 
@@ -80,9 +80,9 @@ def _missing_module(name: str) -> str | None:
 
 def _spec(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
     """As `importlib.util.find_spec`, which would import the parents."""
-    places = list(path) if path is not None else None
+    paths = list(path) if path is not None else None
     for finder in sys.meta_path:
-        if (find := getattr(finder, "find_spec", None)) is not None and (spec := find(name, places)) is not None:
+        if (find := getattr(finder, "find_spec", None)) is not None and (spec := find(name, paths)) is not None:
             found: ModuleSpec = spec
             return found
     return None

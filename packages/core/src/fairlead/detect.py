@@ -87,7 +87,7 @@ def _answers(
 ) -> dict[str, A]:
     """What a hook of each installed environment returns, without None.
 
-    A plugin that fails to answer is passed over, with a warning in `findings`: it may be one that nobody uses.
+    A plugin that fails to answer is passed over, with a warning in `findings`: it may be an unused one.
     """
     found: dict[str, A] = {}
     for name, plugin in plugins.distinct("environment").items():
@@ -149,7 +149,7 @@ def choose_environment(
             Finding(
                 "warning" if starting or in_job else "info",
                 "environment-unclaimed",
-                f"the environment {name!r} was asked for, but this process does not look like one of its ranks",
+                f"the environment {name!r} was requested, but this process does not look like one of its ranks",
                 where=reason,
                 why=f"found here: {seen}",
                 fix=f"start it the way {name} starts ranks, or leave the environment out",
@@ -195,7 +195,7 @@ def _unheard(
             "error" if starting else "warning",
             "plugin-broken",
             f"this process is in a job, and the environment{'s' if several else ''} {', '.join(map(repr, broken))}, "
-            f"which may know it, cannot be asked: every host would train alone",
+            f"which may know it, cannot be reached: every host would train alone",
             where="trainer.environment",
             why="\n".join([f"{signs[0]} is set", *(f"environment.{tag}: {text}" for tag, text in broken.items())]),
             fix=f"repair or uninstall {'them' if several else 'it'}; `environment: {FALLBACK}` trains on this machine "
@@ -209,7 +209,7 @@ def choose_requeuer(
 ) -> tuple[str, str]:
     """The tag of the requeuer that `auto` takes, and why, for the environment and the jobs that were found.
 
-    Where the ranks come from and who starts the job again are two questions: torchrun may run in a batch job.
+    Where the ranks come from and who restarts the job are two questions: torchrun may run in a batch job.
     """
     found = [
         (tag, evidence, plugin)

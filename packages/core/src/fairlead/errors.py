@@ -28,7 +28,7 @@ class FairleadError(Exception):
 
     Args:
         what: What went wrong, one sentence, no full stop needed.
-        where: The place: a config path and line (`job.yaml:7, trainer.strategy.stage`), a file.
+        where: The location: a config path and line (`job.yaml:7, trainer.strategy.stage`), a file.
         why: The reason, as far as it is known.
         fix: What the user can do; a command line where there is one.
 
@@ -54,7 +54,7 @@ class FairleadError(Exception):
         return self.block()
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors travel between processes, and a subclass may have a constructor of its own: without it.
+        # Errors travel between processes, and a subclass may have another constructor: without it.
         return Exception.__new__, (type(self), self.what), self.__dict__
 
     def block(self) -> str:

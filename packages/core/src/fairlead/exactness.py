@@ -34,9 +34,9 @@ def inexact_kernels(
 ) -> Iterator[Inexact]:
     """What kernels that are chosen like this keep from being exact; `setting` writes one as the user does."""
     if deterministic is not True:
-        why = "sums on a GPU are added in an order of their own, unless kernels are chosen that do not"
+        why = "sums on a GPU are added in a varying order, unless kernels are chosen that do not"
         if deterministic == "warn":
-            why = "operations without a deterministic kernel only warn, and are computed in an order of their own"
+            why = "operations without a deterministic kernel only warn, and are computed in a varying order"
         yield Inexact(setting("deterministic", deterministic), why=why, fix=setting("deterministic", True))
     if benchmark:
         why = "cuDNN measures its kernels at every start, and may choose others that round in another way"
@@ -65,13 +65,13 @@ def device_reasons(resolution: Resolution, plugins: PluginManager, run: RunConfi
                 )
             )
     for logger in resolution.loggers:
-        reasons += _asked(logger, resolution, plugins) or []
+        reasons += _reasons_of(logger, resolution, plugins) or []
     return list(dict.fromkeys(reasons))
 
 
 def _backend(config: BackendConfig, resolution: Resolution, plugins: PluginManager) -> list[Inexact]:
     """What a plugin says, and the one that it wraps."""
-    reasons = _asked(config, resolution, plugins)
+    reasons = _reasons_of(config, resolution, plugins)
     if reasons is None and config.axis in _MUST_SPEAK:
         reasons = [
             Inexact(
@@ -86,7 +86,7 @@ def _backend(config: BackendConfig, resolution: Resolution, plugins: PluginManag
     return [*(reasons or []), *wrapped]
 
 
-def _asked(config: BackendConfig, resolution: Resolution, plugins: PluginManager) -> list[Inexact] | None:
+def _reasons_of(config: BackendConfig, resolution: Resolution, plugins: PluginManager) -> list[Inexact] | None:
     """What the hook of a plugin gives; None without one.  A hook that fails says nothing that can be relied on."""
     try:
         return answers(plugins, plugins.of(config), "fairlead_exactness", Inexact, resolution=resolution)
@@ -234,7 +234,7 @@ class Exactness:
                 "info",
                 "resume-not-exact" if reason.certain else "resume-exactness-unknown",
                 f"a resume is {'not' if reason.certain else 'not known to be'} exact: {reason.what}",
-                where=place[0] if (place := _SETTING.match(reason.what)) else "trainer",
+                where=setting[0] if (setting := _SETTING.match(reason.what)) else "trainer",
                 why=reason.why,
                 fix=reason.fix,
             )
@@ -256,10 +256,10 @@ class Exactness:
     @property
     def lines(self) -> list[str]:
         """As people read it."""
-        said = [f"resume: {sentence(reason)}" for reason in self.reasons]
+        sentences = [f"resume: {sentence(reason)}" for reason in self.reasons]
         if self.seen is None:
-            return [*said, f"resume: not known before the first start ({_TRY})"]
-        return said or [f"resume: exact for {self._scope}"]
+            return [*sentences, f"resume: not known before the first start ({_TRY})"]
+        return sentences or [f"resume: exact for {self._scope}"]
 
     @property
     def _scope(self) -> str:

@@ -45,15 +45,15 @@ class Job:
     """The job of a scheduler that this process runs in, whoever started the process inside it.
 
     Args:
-        id: Scheduler and id, `slurm:4711`; a task of an array has an id of its own.
+        id: Scheduler and id, `slurm:4711`; a task of an array has another id.
         attempt: How often the scheduler has restarted it. A job never runs twice at a time, so a higher attempt proves
             the lower one dead.
         array_task: The index of this task in its array, as the scheduler writes it; None outside of one.
         cancel: The command line that ends the job, `scancel 4711`.
-        requeue: The command that has the scheduler start the job again, as words, of which the last names the job;
+        requeue: The command that has the scheduler restart the job, as words, of which the last names the job;
             empty where there is none.
-        interactive: Whether a person sits at it, so that nothing is left that could be started again.
-        cpus_per_rank: CPUs for each task, where the user asked for a number.
+        interactive: Whether a person sits at it, so that nothing is left that could be restarted.
+        cpus_per_rank: CPUs for each task, where the user requested a number.
         cpus_on_node: CPUs of this node that belong to the job.
         variables: Names of environment variables to record with the run, none of them a secret.
 
@@ -90,10 +90,10 @@ class StopReason:
     """Why a job is to stop, and from what that was read.
 
     Args:
-        why: The reason. A job that was `cancelled` is never started again; each other has its budget.
-        evidence: What the scheduler said, for the history.
+        why: The reason. A job that was `cancelled` is never restarted; each other has its budget.
+        evidence: What the scheduler reported, for the history.
         remaining_s: Seconds until the scheduler ends the job; None where that is not known.
-        scheduler_requeues: Whether it is requeued already: then nobody else may.
+        scheduler_requeues: Whether it is requeued already: then nothing else may requeue it.
         may_requeue: Whether the scheduler lets it be requeued; None where that is not known.
         grace_s: Seconds that the scheduler grants between SIGTERM and SIGKILL; None where that is not known.
     """

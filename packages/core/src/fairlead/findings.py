@@ -18,7 +18,7 @@ CODES: Final[dict[str, str]] = {
     "allocation-unused": "The scheduler gave this job more nodes or tasks than the run will use.",
     "argument-missing": "A required argument of a user's class is not given.",
     "argument-unknown": "An argument that a user's class does not take.",
-    "axis-set-twice": "One axis is set in two places, as in `precision` and in `plugins`.",
+    "axis-set-twice": "One axis is set twice, as in `precision` and in `plugins`.",
     "batch-policy": "The world size changed on resume and `trainer.batch_policy` does not say what stays constant.",
     "capability": "Two choices do not work together; the capability table gives the reason.",
     "checkpoint-interval": "The run saves far too seldom, or too often, for how often it fails.",
@@ -86,13 +86,13 @@ class Finding:
         severity: `error` stops a run before it starts; `warning` and `info` do not.
         code: Its name in the documentation, such as `unknown-tag`.
         what: What is the matter, one sentence.
-        where: The place: `trainer.strategy` or `job.yaml:7, trainer.strategy`.
+        where: The location: `trainer.strategy` or `job.yaml:7, trainer.strategy`.
         why: The reason or the evidence.
         fix: What to do.
 
     Example:
-        >>> print(Finding("error", "devices-count", "9 devices were asked for, 1 is there", where="trainer.devices"))
-        error[devices-count]: 9 devices were asked for, 1 is there
+        >>> print(Finding("error", "devices-count", "9 devices were requested, 1 is there", where="trainer.devices"))
+        error[devices-count]: 9 devices were requested, 1 is there
           where: trainer.devices
     """
 
@@ -114,7 +114,7 @@ class Finding:
 
     @classmethod
     def of(cls, error: FairleadError, severity: Severity, code: str, *, where: str | None = None) -> Finding:
-        """An error as a finding; its own place counts where no other is given."""
+        """An error as a finding; its own location counts where no other is given."""
         return cls(severity, code, error.what, where=where or error.where, why=error.why, fix=error.fix)
 
     def as_error(self) -> ConfigError:
@@ -126,7 +126,7 @@ class Finding:
 class Inexact:
     """One thing that keeps a resumed run from ending with the same bits, or may: then it is not `certain`.
 
-    `what` names it with its place, as `the IterableDataset Stream in data.py:12`; `fix` is what to change.
+    `what` names it with its location, as `the IterableDataset Stream in data.py:12`; `fix` is what to change.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""The kind of device and how many: what was asked for, what is there, what a launcher has decided already."""
+"""The kind of device and how many: what was requested, what is there, what a launcher has decided already."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _enough(
     accelerator: AcceleratorConfigBase | None,
     found: Devices,
 ) -> None:
-    """Compares what was asked for with what is there."""
+    """Compares the request with what is there."""
     if accelerator is None:
         return  # that it is not installed is a finding already
     cores = os.cpu_count() or 1
@@ -140,7 +140,7 @@ def _enough(
             partial.report(
                 "warning" if meant else partial.hardware_severity(),
                 "oversubscribed" if meant else "devices-count",
-                f"{explicit} ranks were asked for; this machine has no accelerator, and {cores} cores",
+                f"{explicit} ranks were requested; this machine has no accelerator, and {cores} cores",
                 where="trainer.devices",
                 why="each rank is a process on the CPU, and they will take turns",
                 fix=f"write `devices: {cores}`"
@@ -155,7 +155,7 @@ def _enough(
         partial.report(
             partial.hardware_severity(),
             "profile-mismatch" if partial.profile else "devices-count",
-            f"{requested} were asked for, but there {are} {found.count} of the kind {accelerator.name!r}",
+            f"{requested} were requested, but there {are} {found.count} of the kind {accelerator.name!r}",
             where="trainer.devices",
             why=f"found by {found.evidence}" + (f": {', '.join(found.names)}" if found.names else ""),
             fix=f"write `devices: {found.count}` or `auto` ({valid})" if found.count else "write `devices: auto`",

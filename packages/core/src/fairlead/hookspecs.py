@@ -1,4 +1,4 @@
-"""The whole plugin API: what a plugin may contribute, on one page.
+"""The plugin API: what a plugin may contribute, on one page.
 
 A plugin is one object, named `<axis>.<tag>` by one entry point in the group `fairlead`: an instance of that axis's
 class in `fairlead.plugin_classes`, whose attributes name the config and the runtime. The hooks below are optional

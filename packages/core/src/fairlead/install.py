@@ -16,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 WORKSPACE: Final = "fairlead-workspace"
-"""The distribution that a whole clone installs as, `pip install '.[slurm]'` in it: it has the extras of the core."""
+"""The distribution that a clone installs as, `pip install '.[slurm]'` in it: it has the extras of the core."""
 
 
 def install_line(extra: str, *more: str) -> str:
@@ -41,8 +41,8 @@ def _arguments(extra: str, clone: dict[str, Any] | None, core: dict[str, Any] | 
             return _from_clone(extra, root, editable=bool(origin["dir_info"].get("editable")))
     if core is not None:  # an archive: the other wheels lie beside it
         url = str(core["url"]).rpartition("/")[0]
-        place = str(_folder(url)) if url.startswith("file:") else url
-        return ["--find-links", shlex.quote(place), f"'fairlead[{extra}]'"]
+        source = str(_folder(url)) if url.startswith("file:") else url
+        return ["--find-links", shlex.quote(source), f"'fairlead[{extra}]'"]
     return [f"'fairlead[{extra}]'"]
 
 
@@ -53,7 +53,7 @@ def _from_repository(extra: str, origin: dict[str, Any]) -> str:
 
 
 def _from_clone(extra: str, root: Path, *, editable: bool) -> list[str]:
-    """In place again where all packages are; a clone that has been moved is to be found by the user."""
+    """In source again where all packages are; a clone that has been moved is to be found by the user."""
     if not (root / "packages" / "core").is_dir():
         return [f"'PATH-OF-A-CLONE[{extra}]'"]
     packages = {file.parent.name for file in root.glob("packages/*/pyproject.toml")}

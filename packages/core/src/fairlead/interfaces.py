@@ -36,7 +36,7 @@ class Extras(TypedDict, total=False):
 
     Attributes:
         run_name: The name of the run, for a logger that shows one.
-        resumed: Whether this start goes on with a run that had begun.
+        resumed: Whether this start continues a run that had begun.
         resume_step: The step of the checkpoint that is resumed from; None: from the beginning.
         logger_positions: Where each logger stood at that checkpoint, by its `position_key`.
         scaler: Arguments for the gradient scaler of a 16-bit precision, where the job gives any.
@@ -71,7 +71,7 @@ class BuildContext:
 
 
 class Requeuer(ABC):
-    """Has the job started again; the base of what a plugin of the axis `requeue` builds.
+    """Has the job restarted; the base of what a plugin of the axis `requeue` builds.
 
     Args:
         config: The settings.
@@ -109,14 +109,14 @@ class Requeuer(ABC):
         """Asks for another start, and returns what was done, for the history; on rank 0, when everything is saved.
 
         Raises:
-            FairleadError: The scheduler refused or did not answer; the job will not start again.
+            FairleadError: The scheduler refused or did not answer; the job will not restart.
         """
 
     def not_again(self) -> None:  # noqa: B027 - most have nothing queued
         """Takes back a start that is queued already, where none is wanted; FairleadError where it could not."""
 
     def cancel(self) -> None:  # noqa: B027 - most schedulers go by the exit code
-        """Ends this job as cancelled, as somebody has asked it to stop; after `not_again`, when everything is saved.
+        """Ends this job as cancelled, because a stop was requested; after `not_again`, when everything is saved.
 
         For a scheduler that would count the exit code of the stop as a failure; FairleadError where it refused.
         """

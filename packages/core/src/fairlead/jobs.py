@@ -1,4 +1,4 @@
-"""A job as it was asked for: read from files or a Python object, overridden, validated, located."""
+"""A job as requested: read from files or a Python object, overridden, validated, located."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class LoadedJob:
         name = dotted(path)
         if any(path[: len(override)] == override for override in self.overrides):
             return f"--set {name}"
-        place = self.origins.place(path) if self.origins is not None else self.source
-        return f"{place}, {name}" if name else place
+        location = self.origins.location(path) if self.origins is not None else self.source
+        return f"{location}, {name}" if name else location
 
     def reason(self, path: Place) -> str:
         """Why a setting is what it is: where it was written, and the environment variables in it."""
@@ -57,13 +57,13 @@ class LoadedJob:
 
     def placed(self, finding: Finding) -> Finding:
         """The finding with the file and line added to the config path it names."""
-        return dataclasses.replace(finding, where=self.place(finding.where)) if finding.where else finding
+        return dataclasses.replace(finding, where=self.location(finding.where)) if finding.where else finding
 
-    def place(self, where: str) -> str:
-        """A config path with its file and line added; any other place as it is.
+    def location(self, where: str) -> str:
+        """A config path with its file and line added; any other location as it is.
 
         What stands behind the path stays: `trainer.strategy, precision`. A quoted key there is one of the mapping at
-        the path, where it may have dots of its own: `trainer.strategy.plan, 'blocks.*.up'`.
+        the path, where it may contain dots: `trainer.strategy.plan, 'blocks.*.up'`.
         """
         first, *others = where.split(", ")
         if first.replace("[", ".").partition(".")[0] not in JobConfig.model_fields or ":" in first:
@@ -92,7 +92,7 @@ def load_job(
     """
     sources = [source] if isinstance(source, str) else list(source)
     parsed = [parse_override(text) for text in overrides]
-    if any(place[0] == EXTENDS for place, _ in parsed):
+    if any(path[0] == EXTENDS for path, _ in parsed):
         raise ConfigError(
             f"{EXTENDS} stands in a file, it cannot be set",
             where=f"--set {EXTENDS}",
@@ -101,7 +101,7 @@ def load_job(
     if (named := next((one for one in sources if _is_object(one, cwd)), None)) is not None:
         if len(sources) > 1:
             raise ConfigError(
-                f"{named} is a whole job in Python, which is not put together with others",
+                f"{named} is a complete job in Python, which cannot be combined with files",
                 where=" ".join(sources),
                 fix="change single settings with --set, or build the job in Python",
             )
@@ -113,16 +113,16 @@ def load_job(
     except NotAJobError as error:
         root = code_root(main, code=None, cwd=cwd)
         return LoadedJob(None, None, shown, root, (Finding.of(error, "error", "wrong-type"),))
-    places = tuple(place for place, _ in parsed)
+    paths = tuple(path for path, _ in parsed)
     root = code_root(main, code=None, cwd=cwd)
-    loaded = LoadedJob(None, data, shown, root, origins=origins, overrides=places)
+    loaded = LoadedJob(None, data, shown, root, origins=origins, overrides=paths)
     loaded = _with_settings(loaded, parsed, environ)
     if loaded.findings:
         return loaded
     run = loaded.data.get("run")
     code = _folders(run.get("code") if isinstance(run, dict) else None)
-    base = cwd if ("run", "code") in places else origins.file(("run", "code")).path.parent
-    if recorded_code and ("run", "code") not in places:
+    base = cwd if ("run", "code") in paths else origins.file(("run", "code")).path.parent
+    if recorded_code and ("run", "code") not in paths:
         code = [*map(str, recorded_code), str(cwd)]
     beside = [file.path for file in reversed(origins.files)]
     root = code_root(main, code=code, cwd=cwd, beside=beside, code_base=base)
@@ -134,8 +134,8 @@ def load_job(
 def _with_settings(loaded: LoadedJob, parsed: Sequence[tuple[Place, Any]], environ: Mapping[str, str]) -> LoadedJob:
     """The job with its overrides, and then its variables, replaced; what is wrong with those are findings."""
     data: Any = loaded.data
-    for place, value in parsed:
-        data = apply_override(data, place, value)
+    for path, value in parsed:
+        data = apply_override(data, path, value)
     found = interpolate(data, environ)
     findings = [
         Finding(
@@ -181,7 +181,7 @@ def _load_object(
     cwd: Path,
     environ: Mapping[str, str],
 ) -> LoadedJob:
-    """Imports `module:object`; this runs the user's code, as the user asked."""
+    """Imports `module:object`; this runs the user's code, as requested."""
     root = code_root(None, code=None, cwd=cwd)
     try:
         made = import_callable(source, root)
@@ -232,6 +232,6 @@ def load_config(
             why=str(error),
             fix="give numbers, text, lists and mappings; a {class:, args:} builds an object in the run",
         ) from error
-    loaded = LoadedJob(None, escape(data), source, root, overrides=tuple(place for place, _ in parsed))
+    loaded = LoadedJob(None, escape(data), source, root, overrides=tuple(path for path, _ in parsed))
     loaded = _with_settings(loaded, parsed, environ)
     return loaded if loaded.findings else _validated(loaded, plugins, default_name=default_name)

@@ -1,6 +1,6 @@
 """`--set PATH=VALUE`, and a later job file: values of a job are replaced, never merged with the ones before.
 
-Setting `x.name` of a plugin node replaces the whole node: its other fields belong to the plugin that was there.
+Setting `x.name` of a plugin node replaces the node: its other fields belong to the plugin that was there.
 Setting `x.other` of a literal (`strategy: ddp`) makes a mapping of it.
 """
 
@@ -65,7 +65,7 @@ def apply_override(data: Any, path: Path, value: Any) -> Any:
 def merge(
     data: dict[Any, Any], later: Mapping[Any, Any], replaced: Callable[[Path], None], *, within: Path = ()
 ) -> None:
-    """Sets what a later job file says, in place; `replaced` is called with the path of each setting.
+    """Applies a later job file, in place; `replaced` is called with the path of each setting.
 
     A mapping in `later` sets what it names and leaves the rest; a plugin's with its `name` replaces the node, as does
     everything else: a number, a text, a list, null, an empty mapping. `within` is the path of `data` in the job.

@@ -55,7 +55,7 @@ class PartialResolution:
         return cast("dict[str, AcceleratorPlugin]", self.plugins.loaded("accelerator"))
 
     def default(self, axis: str, base: type[C], requested: C | str, tag: str, reason: str) -> C | None:
-        """The config of an axis: as asked, else the plugin of a tag; an absent one is a finding."""
+        """The config of an axis: as requested, else the plugin of a tag; an absent one is a finding."""
         if isinstance(requested, base):
             self.settings[axis] = Setting(self.plugins.label(requested), f"trainer.{axis}")
             return requested

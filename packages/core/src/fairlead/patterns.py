@@ -29,7 +29,7 @@ def _nearest(word: str, words: Collection[str]) -> str:
 
 
 def _one_key_away(word: str, other: str) -> bool:
-    """Whether one letter is another one, is missing, is too much, or has changed places with the next."""
+    """Whether one letter is another one, is missing, is too much, or is swapped with the next."""
     if len(word) < 2 or abs(len(word) - len(other)) > 1:
         return False
     if len(word) == len(other):

@@ -99,7 +99,7 @@ class AcceleratorPlugin(Plugin):
     device_type: ClassVar[str | None] = None
     """The device type of torch, as in `torch.device("cuda")`; None: the tag is one."""
     devices: ClassVar[str] = ""
-    """A regular expression of the names of its devices in `resources.device`, whole and in small letters."""
+    """A regular expression of the names of its devices in `resources.device`, complete and in small letters."""
     backend: ClassVar[str] = "gloo"
     """The backend of torch.distributed that fits the device."""
     strategies: ClassVar[tuple[str, str]] = ("single_device", "ddp")
@@ -173,7 +173,7 @@ class LayerSyncPlugin(Plugin):
 
 
 class RequeuePlugin(Plugin):
-    """Who starts the job again. Its runtime returns a `fairlead.interfaces.Requeuer`.
+    """Who restarts the job. Its runtime returns a `fairlead.interfaces.Requeuer`.
 
     `requeue: auto` takes the first of: a plugin whose `evidence` is `before_the_launcher`; the requeuer of the
     environment; any plugin with evidence, as for torchrun or a plain `python train.py` in a batch script.
@@ -188,7 +188,7 @@ class RequeuePlugin(Plugin):
     """Whether evidence for this plugin counts more than the requeuer that the environment names."""
 
     def evidence(self, environ: Mapping[str, str]) -> str | None:
-        """The variables that show that this requeuer has something to start again; None when nothing does."""
+        """The variables that show that this requeuer has a job to restart; None when nothing does."""
         return None
 
 

@@ -1,7 +1,7 @@
 """Discover, load, available: the life of a plugin.
 
 *Discovered* is seen in metadata, *loaded* has its torch-free module imported, *available* has its engine installed.
-Only what a config selects is loaded; a broken plugin that nobody selects is a record with its error.
+Only what a config selects is loaded; a broken plugin that is not selected is a record with its error.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Hooks(pluggy.PluginManager):
 
 
 class PluginManager:
-    """Finds plugins by axis and tag, and loads those that are asked for.
+    """Finds plugins by axis and tag, and loads those that are requested.
 
     Args:
         entry_points: What to discover from; None reads the metadata of this Python environment.
@@ -124,7 +124,7 @@ class PluginManager:
     # -- discovery
 
     def _discover(self, entry_points: Iterable[EntryPoint]) -> None:
-        # A distribution reads and parses its METADATA file each time it is asked for its name.
+        # A distribution reads and parses its METADATA file each time its name is read.
         known: dict[int, tuple[str, str]] = {id(None): ("?", "?")}
         for point in entry_points:
             axis, dot, name = point.name.partition(".")
@@ -226,14 +226,12 @@ class PluginManager:
 
     def _register(self, plugin: AnyPlugin, record: PluginRecord) -> None:
         if (name := self._pluggy.get_name(plugin)) is not None:
-            raise PluginError(
-                f"{record.value} is the same object as the plugin {name!r}; make it an instance of its own"
-            )
+            raise PluginError(f"{record.value} is the same object as the plugin {name!r}; make it another instance")
         try:
             self._pluggy.register(plugin, name=record.key)
             self._pluggy.check_pending()
         except pluggy.PluginValidationError:
-            # It stays half registered otherwise, and would be found wrong again with every later plugin.
+            # It stays half registered otherwise, and would be rejected with every later plugin.
             if self._pluggy.is_registered(plugin):
                 self._pluggy.unregister(plugin)
             raise
@@ -356,7 +354,7 @@ class PluginManager:
         return "\n".join(found) or None
 
     def version_findings(self, selected: Iterable[tuple[str, str, str]]) -> list[Finding]:
-        """What is to be said of the versions of the engines of selected plugins, `(axis, name, where)` each."""
+        """Findings on the versions of the engines of selected plugins, `(axis, name, where)` each."""
         first: dict[str, tuple[str, str, str]] = {}
         for axis, name, where in selected:
             plugin = self._try_load(f"{axis}.{name}")

@@ -30,17 +30,17 @@ class Resolution:
 
     Args:
         settings: Each setting by name, with its value and the reason for it.
-        trainer: The config as it was asked for.
+        trainer: The config as requested.
         topology: Who this rank is and who else is there.
         environment: Who started the ranks.
-        requeue: Who starts the job again.
+        requeue: Who restarts the job.
         loggers: Where metrics go besides metrics.csv.
         devices: Ranks on this node.
-        devices_per_rank: Devices that each rank drives: more than one where a single process drives a whole machine.
+        devices_per_rank: Devices that each rank drives: more than one where a single process drives a machine.
         device_indices: The indices of the devices, where the config lists them.
         world_size: Ranks in all.
         device_type: The device type of torch that the accelerator is: cpu, cuda, mps, xla.
-        backend: The backend of torch.distributed, as asked, else the one that fits the device: gloo, nccl, xla.
+        backend: The backend of torch.distributed, as requested, else the one that fits the device: gloo, nccl, xla.
         devices_found: What the accelerator's probe saw on this machine.
         inside_job: Whether a scheduler or launcher started this process.
         job: The scheduler's job that this process is in; None outside of one.

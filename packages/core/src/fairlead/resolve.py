@@ -45,7 +45,7 @@ def resolve(
     profile: ResourcesConfig | None = None,
     purpose: Purpose = "check",
 ) -> Resolution:
-    """Decides every setting of a run, for the hardware of `profile` if there is one; `run` is asked for `resume` only.
+    """Decides every setting of a run, for the hardware of `profile` if there is one; of `run` only `resume` is read.
 
     With the purpose `run`, absent hardware and absent engines are errors.
     """
@@ -142,7 +142,7 @@ class _Resolver(PartialResolution):
         return int(self.settings["num_nodes"].value)
 
     def _not_started(self, nodes: int) -> None:
-        """Several nodes were asked for, and this process was not started by anything that knows them."""
+        """Several nodes were requested, and this process was not started by anything that knows them."""
         self.report(
             self.hardware_severity(),
             "launch-mismatch",

@@ -63,7 +63,7 @@ class Topology:
                 otherwise.
 
         Raises:
-            ConfigError: A variable is absent or no whole number, or the numbers do not go together.
+            ConfigError: A variable is absent or no integer, or the numbers do not go together.
 
         Example:
             >>> environ = {"NOVA_RANK": "1", "NOVA_SIZE": "2", "NOVA_LOCAL": "1", "NOVA_HEAD": "node7"}

@@ -54,7 +54,7 @@ def dotted(path: Path) -> str:
 def findings_of(
     error: ValidationError, data: Any, model: type[BaseModel], plugins: PluginManager, locate: Locate = dotted
 ) -> list[Finding]:
-    """One finding for each mistake that pydantic found in `data`; `locate` turns a config path into a place to show."""
+    """One finding for each mistake that pydantic found in `data`; `locate` makes a location of a config path."""
     groups: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         groups.setdefault(_real_path(detail["loc"], data, detail["type"]), []).append(detail)

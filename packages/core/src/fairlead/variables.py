@@ -37,18 +37,18 @@ def present(environ: Mapping[str, str], names: Iterable[str]) -> bool:
 
 
 def integer(environ: Mapping[str, str], *names: str, minimum: int = 0) -> Setting | None:
-    """The first of the variables that is set, as a whole number from `minimum` on."""
+    """The first of the variables that is set, as an integer from `minimum` on."""
     found = text(environ, *names)
     if found is None:
         return None
     # Not int(): it would take "1_0", "+1" and digits of other scripts.
     if not (found.value.isascii() and found.value.isdigit()) or int(found.value) < minimum:
-        raise malformed(found.reason, found.value, f"a whole number from {minimum} on, such as {max(minimum, 1)}")
+        raise malformed(found.reason, found.value, f"an integer from {minimum} on, such as {max(minimum, 1)}")
     return Setting(int(found.value), found.reason)
 
 
 def number(environ: Mapping[str, str], name: str) -> Setting | None:
-    """A whole number from 1 on; None where the variable holds anything else, for values that no rank depends on."""
+    """An integer from 1 on; None where the variable holds anything else, for values that no rank depends on."""
     value = environ.get(name, "").strip()
     return Setting(int(value), name) if value.isascii() and value.isdigit() and int(value) else None
 
@@ -61,6 +61,6 @@ def required(environ: Mapping[str, str], *names: str, by: str, minimum: int = 0)
     raise ConfigError(
         f"{names[0]} is not set",
         where=f"environment variable {names[0]}",
-        why=f"{by} sets {' or '.join(names)} to a whole number from {minimum} on in every process that it starts",
+        why=f"{by} sets {' or '.join(names)} to an integer from {minimum} on in every process that it starts",
         fix=f"do not unset it between {by} and this process, or name another `environment`",
     )

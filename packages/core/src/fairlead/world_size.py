@@ -24,7 +24,7 @@ def nodes_from_world_size(topology: Topology, devices: int) -> Topology:
 def contradicted(environ: Mapping[str, str], topology: Topology, world_size: Setting) -> Finding | None:
     """What to say where WORLD_SIZE is exported, and the run would have another number of ranks.
 
-    A launcher knows its ranks, so the variable is only wrong; ranks that nobody has started yet would train alone.
+    A launcher knows its ranks, so the variable is only wrong; ranks that are not started yet would train alone.
     """
     exported = environ.get(_VARIABLE, "").strip()
     if not exported or exported == str(world_size.value):

@@ -1,6 +1,6 @@
 """How the nodes of a screen hear of each other: node 0 collects what each says, and tells all; no torch.
 
-A node that never comes, or falls silent, holds nobody up: it is `gone`, with the reason.
+A node that never comes, or falls silent, does not hold up the others: it is `gone`, with the reason.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Board:
         self._selector.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # gone again already
+        with contextlib.suppress(OSError):  # closed already
             connection, _ = self._listener.accept()
             connection.settimeout(_CONNECT_S)
             connection.sendall(self._greeting)
@@ -167,7 +167,7 @@ class Board:
             self._gone[peer.node] = why
 
     def _tell(self) -> None:
-        """Answers where all that are there have said their part."""
+        """Answers once all nodes that are there have reported."""
         for name, phase in list(self._phases.items()):
             if phase.reported or set(range(self._nodes)) - phase.values.keys() - self._gone.keys():
                 continue
@@ -186,7 +186,7 @@ class Board:
 
 
 class Seat:
-    """A node's place at the board of node 0.
+    """A node's connection to the board of node 0.
 
     Args:
         host: The name or address of node 0.
@@ -220,9 +220,9 @@ class Seat:
         self._thread.start()
 
     def gather(self, phase: str, value: Any, *, share: bool = True) -> tuple[dict[int, Any], dict[int, str]]:
-        """Waits until all nodes have said their part; what each said, and which nodes are gone and why.
+        """Waits until all nodes have reported; returns the reports, and which nodes are gone and why.
 
-        Without `share` the first is empty: what nobody needs is not sent to a thousand nodes.
+        Without `share` the first is empty: what is not needed is not sent to a thousand nodes.
 
         Raises:
             UnreachableError: Node 0 has gone.

@@ -15,7 +15,7 @@ from fairlead_runs.commit import atomic_write
 from fairlead_runs.device_models import find_device
 
 _KEYS: Final = {"communication": ("op", "ranks", "nodes", "bytes"), "runs": ("run", "start")}
-"""By what the rows of a part are told apart, where measurements add up; the other parts are replaced."""
+"""By what the rows of a part differ, where measurements add up; the other parts are replaced."""
 
 
 def calibration_file(given: str | None, cwd: Path, option: str = "--calibration") -> Path | None:

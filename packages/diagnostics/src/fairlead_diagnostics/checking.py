@@ -17,8 +17,8 @@ class Requested:
         count: Devices that each node is to have; None: the job does not say, or computes on CPUs.
         found: Devices that are there, as the accelerator's plugin sees them without torch.
         found_by: How it sees them: `nvidia-smi`, `CUDA_VISIBLE_DEVICES`.
-        memory_gib: Memory of one device, GiB; None: not said.
-        host_memory_gib: Main memory of a node, GiB; None: not said.
+        memory_gib: Memory of one device, GiB; None: not given.
+        host_memory_gib: Main memory of a node, GiB; None: not given.
         folder: The run directory, or the folder for runs; None: nothing is written.
     """
 
@@ -38,7 +38,7 @@ class Result:
 
     Args:
         ok: False: the node is unfit; None: the check was not made, and `detail` says why.
-        said: In a few words what was seen.
+        detail: What was seen, in a few words.
         seconds: What is compared with the other nodes, where slowness shows in it.
         warns: Whether what it says is worth a warning though it is ok.
         failed: Of a check between nodes: the nodes that it failed with, and how.
@@ -68,9 +68,9 @@ class Bench:
     """What a check works with.
 
     Args:
-        asked: What the job asks of the node.
+        requested: What the job needs of the node.
         progress: To be called after each part of the work: a check that is slow is not one that hangs.
-        kept: What an earlier check of the same process has left, such as a store.
+        cache: What an earlier check of the same process has left, such as a store.
     """
 
     requested: Requested
@@ -84,7 +84,7 @@ class Check:
 
     Args:
         name: The word for it in reports.
-        run: `module:function`, called with a `Bench` in a process of its own; returns a `Result`. What it raises is a
+        run: `module:function`, called with a `Bench` in a separate process; returns a `Result`. What it raises is a
             failure of the node.
         limit_s: Seconds without progress after which it hangs.
         torch: Whether it needs torch.

@@ -1,7 +1,7 @@
 """`fairlead doctor --run RUN`: why a run crawls, hangs or has ended, from its directory.
 
-A rank that stands still is asked for its stacks, by a file that it looks for only then: one whose steps advance is not
-disturbed.
+A rank that stands still dumps its stacks on request, by a file that it looks for only then: one whose steps advance
+is not disturbed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ROWS: Final[Mapping[str, str]] = {
     "lost-work": "failures cost a large part of the time",
     "checkpoint-interval": "failures cost a large part of the time",
     "stop-waits": "a stop waits long for the end of a step",
-    "not-running": "it ended, and nobody knows why",
+    "not-running": "it ended for an unknown reason",
     "failed": "the job's own code failed",
     "no-steps": "ranks do not arrive",
 }
@@ -94,7 +94,7 @@ class Standing:
 
     Attributes:
         collective: The collective that it is in, as `all_reduce`; None: in none.
-        place: The innermost line of the user's own code, or of any, as `train.py:12, in step`.
+        place: The innermost line of the user's code, or of any, as `train.py:12, in step`.
     """
 
     rank: int
@@ -148,16 +148,16 @@ def _diagnoses(
 ) -> Iterator[Diagnosis]:
     if run.state in ("failed", "interrupted"):
         newest = newest_complete(run.path / "checkpoints").checkpoint
-        again = f"resumes from step {newest.step}" if newest is not None else "begins anew: it has no checkpoint yet"
+        resumes = f"resumes from step {newest.step}" if newest is not None else "begins anew: it has no checkpoint yet"
         yield Diagnosis(
             "failed" if run.state == "failed" else "not-running",
             f"the run is not running: {run.state}" + (f", {run.reason}" if run.reason else ""),
             f"its last sign of life was {ago(run.heartbeat_age_s)}",
-            f"fairlead logs {run.path}; started again, it {again}",
+            f"fairlead logs {run.path}; started resumes, it {resumes}",
             serious=True,
         )
     stuck = find_stuck(run, now)
-    if stuck is None and standing and not _advances(run, before):  # all stand still: their places say who is behind
+    if stuck is None and standing and not _advances(run, before):  # all stand still: their lines say who is behind
         stuck = waiting(run.ranks, None)
     calls = {one.collective for one in standing if one.collective not in (None, _BACKWARD)}
     if len(calls) > 1:
@@ -268,7 +268,7 @@ def _costs(run: RunState) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "lost-work",
             f"{lost / total:.0%} of the time was lost to failures: {in_words(lost)} of {in_words(total)}",
-            f"{len(went.starts)} starts; what is done after the last checkpoint is done again",
+            f"{len(went.starts)} starts; what was done after the last checkpoint is repeated",
             "save more often (trainer.checkpoint.every_n_minutes); find the node that fails: fairlead report",
         )
 
@@ -285,7 +285,7 @@ def _ask(run: RunState, now: float) -> list[Standing]:
     try:
         request.touch()
     except OSError:
-        return []  # another user's run: it can be read, and not asked
+        return []  # another user's run: it can be read, and takes no requests
     start = max(beat.start for beat in still)
     try:
         until = time.monotonic() + _ANSWER_S

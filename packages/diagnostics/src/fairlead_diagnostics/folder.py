@@ -17,7 +17,7 @@ _WRITE_S: Final = 10.0
 """Seconds that a small file may take."""
 _LOOK_S: Final = 1.0
 GONE_S: Final = 120.0
-"""Seconds without a sign of life of node 0 after which nobody waits for it; network file systems show files late."""
+"""Seconds without a sign of life of node 0 after which no node waits for it; network file systems show files late."""
 _ALIVE: Final = "alive.json"
 _REPORT: Final = "report.json"
 
@@ -34,7 +34,7 @@ def within(seconds: float, work: Callable[[], T], otherwise: T) -> T:
     def run() -> None:
         try:
             done.append(work())
-        except BaseException as error:  # raised again below
+        except BaseException as error:  # re-raised below
             raised.append(error)
 
     thread = threading.Thread(target=run, name="fairlead-doctor-files", daemon=True)
@@ -48,7 +48,7 @@ def within(seconds: float, work: Callable[[], T], otherwise: T) -> T:
 class Folder:
     """The files of one screen.
 
-    Node 0 says in one that it lives, and in another how it ends; a node that cannot reach it says so in one of its own.
+    Node 0 shows in one that it is alive, and in another how it ends; a node that cannot reach it reports so in its own.
 
     Args:
         path: The folder; None: there is none, and nothing is written or found.
@@ -81,7 +81,7 @@ class Folder:
     def report(self, code: int, lines: tuple[str, ...]) -> None:
         """On node 0: how it ends."""
         self.close()
-        within(_WRITE_S, lambda: self._put(_REPORT, {"code": code, "told": lines}), None)
+        within(_WRITE_S, lambda: self._put(_REPORT, {"code": code, "lines": lines}), None)
 
     def close(self) -> None:
         """On node 0: shows no more that it lives."""
@@ -91,7 +91,7 @@ class Folder:
         """Says why a node cannot reach node 0, and waits for how the others end; None: node 0 lives no more."""
         last, since = None, time.monotonic()
         while time.monotonic() - since < gone_s and self._path is not None:
-            # Again and again: node 0 may come later, and removes what it takes for an earlier screen's.
+            # Repeatedly: node 0 may come later, and removes what it takes for an earlier screen's.
             within(_WRITE_S, lambda: self._put(f"node-{node}.json", {"why": why}), None)
             if (report := within(_WRITE_S, lambda: self._get(_REPORT), None)) is not None:
                 return int(report["code"])

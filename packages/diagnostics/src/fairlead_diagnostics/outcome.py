@@ -16,7 +16,7 @@ from fairlead_runs.exit_codes import ExitCode
 from fairlead_runs.states import HISTORY_FILE
 
 MOST: Final = 3
-"""Nodes that a run may exclude by itself, unless it is told otherwise: more are hardly ever bad at once."""
+"""Nodes that a run may exclude by itself, unless set otherwise: more are hardly ever bad at once."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Outcome:
 
     Args:
         code: What all nodes end with: 0 fit, 75 requeued without the bad nodes, 1 unfit.
-        told: It in sentences.
-        excluded: The nodes that the job will not get again.
+        lines: The same in sentences.
+        excluded: The nodes that are excluded from the job.
     """
 
     code: int
@@ -50,7 +50,7 @@ def decide(
         verdict: What the screen has found.
         hosts: The name of each node.
         run: The run directory, whose history has the exclusions; None: nothing is excluded.
-        requeuer: Makes what has the job started again; None: nothing does.
+        requeuer: Makes what restarts the job; None: nothing does.
         most: Nodes that the run may exclude by itself; 0: none.
     """
     if verdict.fit:
@@ -59,7 +59,7 @@ def decide(
     if verdict.unclear:
         return _unfit("another node would not help", bad)
     if most == 0:
-        return _unfit("it was asked not to", bad)
+        return _unfit("excluding nodes is off", bad)
     if run is None:
         return _unfit("no run was named whose history could keep it", bad)
     unnamed = [host for host in bad if " " in host]

@@ -21,19 +21,19 @@ def schedule(nodes: Sequence[int]) -> list[list[Pair]]:
     """
     if len(nodes) < 2:
         return []
-    places: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
-    count = min(len(places) - 1, max(_FEWEST, (len(nodes) - 1).bit_length()))
+    seats: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
+    count = min(len(seats) - 1, max(_FEWEST, (len(nodes) - 1).bit_length()))
     rounds = []
     for _ in range(count):
-        half = len(places) // 2
-        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
         rounds.append(sorted((min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None))
-        places = [places[0], places[-1], *places[1:-1]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds
 
 
 def blame(tried: Mapping[Pair, bool]) -> tuple[set[int], list[Pair]]:
-    """The nodes that are at fault for pairs that failed, and the failed pairs of which that cannot be told.
+    """The nodes that are at fault for pairs that failed, and the failed pairs of which that is unclear.
 
     At fault is who failed with more than half of its partners, the worst first; what they spoiled for others does not
     count against these. Nobody is, unless the rest is at least half of all, and some of it can work with each other.

@@ -59,7 +59,7 @@ def screen_document(screened: Screened, outcome: Outcome) -> dict[str, Any]:
         "outcome": {
             "code": outcome.code,
             "excluded": list(outcome.excluded),
-            "told": list(outcome.lines),
+            "lines": list(outcome.lines),
         },
         "nodes": _nodes(screened, hosts),
     }

@@ -66,18 +66,18 @@ class Screen:
     """The screen, as one node goes through it.
 
     Args:
-        place: Which node this is.
-        asked: What the job asks of it.
+        position: Which node this is.
+        requested: What the job needs of it.
         decide: On node 0: what becomes of the verdict.
         show: On node 0: prints it, called before anything is decided, which may end the job, and after that.
         environ: The variables of this process.
-        folder: Where all nodes can write, for what cannot be said over the network; None: there is none.
+        folder: Where all nodes can write, for what cannot be sent over the network; None: there is none.
         local: The checks that each node makes for itself.
         pair: The one that two nodes make together.
         arrive_s: See `ARRIVE_S`.
     """
 
-    place: Place
+    position: Place
     requested: Requested
     decide: Decide
     show: Callable[[Screened], None]
@@ -88,7 +88,7 @@ class Screen:
     arrive_s: float = ARRIVE_S
 
     def __post_init__(self) -> None:
-        self._files = Folder(self.folder, self.place.nodes)
+        self._files = Folder(self.folder, self.position.nodes)
 
     def run(self) -> int:
         """Goes through it; the exit code, the same on all nodes.
@@ -96,21 +96,25 @@ class Screen:
         Raises:
             UnreachableError: Node 0 is not to be found, or has gone, and no file says what it decided.
         """
-        place, began = self.place, time.monotonic()
-        if place.nodes == 1:
+        position, began = self.position, time.monotonic()
+        if position.nodes == 1:
             with Worker(self.requested, self.environ) as worker:
-                report = NodeReport(place.host, self._local(worker))
-            return self._end({0: report}, {}, {0: place.host}, began).code
+                report = NodeReport(position.host, self._local(worker))
+            return self._end({0: report}, {}, {0: position.host}, began).code
         board = None
         try:
-            if place.node == 0:
+            if position.node == 0:
                 self._files.watch()
                 board = Board(
-                    place.ports, place.identity, place.nodes, arrive_s=self.arrive_s + 5.0, given_up=self._files.why
+                    position.ports,
+                    position.identity,
+                    position.nodes,
+                    arrive_s=self.arrive_s + 5.0,
+                    given_up=self._files.why,
                 )
-            ports = [board.port] if board is not None else place.ports
-            main = "127.0.0.1" if board is not None else place.main
-            seat = Seat(main, ports, place.identity, place.node, patience_s=self.arrive_s)
+            ports = [board.port] if board is not None else position.ports
+            main = "127.0.0.1" if board is not None else position.main
+            seat = Seat(main, ports, position.identity, position.node, patience_s=self.arrive_s)
             try:
                 return self._among_others(seat, began)
             finally:
@@ -119,7 +123,7 @@ class Screen:
             # Not ended at once: srun may end all tasks as soon as one has failed.
             code = None
             if board is None:
-                code = self._files.cut_off(place.node, f"{error.what}: {error.why}" if error.why else error.what)
+                code = self._files.cut_off(position.node, f"{error.what}: {error.why}" if error.why else error.what)
             if code is None:
                 raise
             return code
@@ -129,23 +133,25 @@ class Screen:
                 board.close()
 
     def _among_others(self, seat: Seat, began: float) -> int:
-        place = self.place
+        position = self.position
         with Worker(self.requested, self.environ) as worker:
-            values, _ = seat.gather("hello", place.host)
-            names = dict(enumerate(place.hosts)) if len(place.hosts) == place.nodes else {}
-            hosts = {node: str(values.get(node, names.get(node, f"node {node}"))) for node in range(place.nodes)}
+            values, _ = seat.gather("hello", position.host)
+            names = dict(enumerate(position.hosts)) if len(position.hosts) == position.nodes else {}
+            hosts = {node: str(values.get(node, names.get(node, f"node {node}"))) for node in range(position.nodes)}
             offset = seat.offset_s()
             results = self._local(worker)
             here, gone = seat.gather("local", None)
             there = {node: hosts[node] for node in sorted(here) if node not in gone}
-            results[NAMES.name] = worker.run(NAMES, {node: host for node, host in there.items() if node != place.node})
+            results[NAMES.name] = worker.run(
+                NAMES, {node: host for node, host in there.items() if node != position.node}
+            )
             pairs = self._pairs(seat, worker, there)
             if pairs and all(result.ok is None for result in pairs.values()):
                 results[OPEN.name] = next(iter(pairs.values()))
-        report = NodeReport(place.host, results, pairs, offset)
-        gathered, gone = seat.gather("report", report.plain(), share=place.node == 0)
+        report = NodeReport(position.host, results, pairs, offset)
+        gathered, gone = seat.gather("report", report.plain(), share=position.node == 0)
         code = None
-        if place.node == 0:
+        if position.node == 0:
             code = self._end({node: NodeReport.of(one) for node, one in gathered.items()}, gone, hosts, began).code
         ends, _ = seat.gather("end", code)
         return int(ends[0])
@@ -155,7 +161,7 @@ class Screen:
 
     def _pairs(self, seat: Seat, worker: Worker, there: Mapping[int, str]) -> dict[int, Result]:
         """All-reduce with one partner after the other, all nodes at a time."""
-        me, results = self.place.node, {}
+        me, results = self.position.node, {}
         fails, succeeded = Counter[int](), set[int]()
         last: bool | None = None
         for turn, pairs in enumerate(schedule(list(there))):
@@ -183,7 +189,7 @@ class Screen:
             if not values[node]["ok"]:
                 return Result(values[node]["ok"], values[node]["detail"])
         first = pair[0]
-        host = None if first == self.place.node else hosts[first]
+        host = None if first == self.position.node else hosts[first]
         # Torch's own words come out before the check's limit.
         return worker.run(self.pair, host, values[first]["port"], turn, 0.7 * self.pair.limit_s)
 

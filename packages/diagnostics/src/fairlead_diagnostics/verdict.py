@@ -25,7 +25,7 @@ class NodeReport:
         host: Its name.
         results: Of the checks that it made for itself, and of the names.
         pairs: Of the all-reduce with each partner.
-        offset_s: Seconds by which the clock of node 0 is ahead of its own.
+        offset_s: Seconds by which the clock of node 0 is ahead of this one.
     """
 
     host: str
@@ -56,8 +56,8 @@ class Verdict:
 
     Args:
         bad: The nodes that are at fault, each with what failed.
-        unclear: What failed and is no one node's fault, as far as can be told.
-        warnings: What is worth a look, and keeps nobody from training.
+        unclear: What failed and cannot be attributed to one node.
+        warnings: What is worth a look, and does not keep the job from training.
         not_made: Checks that were not made anywhere, and why.
     """
 
@@ -78,7 +78,7 @@ def judge(
     """Who is bad.
 
     A check that fails on all nodes alike is no node's fault: it is the job's, or that of what they share. On one node
-    alone there is nobody to compare with, and only what is `sure` counts against it.
+    alone there is no other to compare with, and only what is `sure` counts against it.
 
     Args:
         reports: Of the nodes that came.

@@ -1,4 +1,4 @@
-"""Runs checks in a process of its own, so that one that hangs or crashes is a failure and not the end of the screen."""
+"""Runs checks in a separate process, so that one that hangs or crashes is a failure and not the end of the screen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Worker:
     """A process that makes checks one after the other; what one leaves, as a store or a device's context, stays.
 
     Args:
-        asked: What the job asks of the node.
+        requested: What the job needs of the node.
         environ: The variables of the process.
 
     Example:
@@ -109,7 +109,7 @@ class Worker:
 
 
 def main(pipe: Connection) -> None:
-    """Makes the checks that it is told, until the other end is gone."""
+    """Makes the requested checks, until the other end is gone."""
     for number in _STOPS:
         signal.signal(number, signal.SIG_IGN)  # whoever started this process ends it
     path, requested = pipe.recv()

@@ -53,11 +53,11 @@ class Fairlead(TrainerCallback):
     `trainer.train()` then opens the run and resumes from its newest complete checkpoint. On a signal to any rank all
     save at the same step, the job is requeued, and `fairlead.Stopped` ends the process with the right exit code. The
     Trainer writes its own checkpoints, when its arguments say so; each is committed as one into the run directory, with
-    `save_total_limit` and the best by `metric_for_best_model` kept. A last one is always written.
+    `save_total_limit` and the best by `metric_for_best_model` retained. A last one is always written.
 
     Args:
         run: The run directory, as `runs/x`, or a `RunConfig`; None: `runs/<name of the script>`.
-        requeue: Who has the job started again after a stop, as in a job's `trainer`; None: what fits this machine.
+        requeue: Who restarts the job after a stop, as in a job's `trainer`; None: what fits this machine.
         loggers: Where what is logged goes besides, as in a job's `trainer`: `["prometheus"]`.
         guard: A `PreemptionGuard` that the script has made already, as before long preparations.
         copy_to: An object store to which every checkpoint is copied in the background, as `s3://bucket/runs`, or the
@@ -146,7 +146,7 @@ class Fairlead(TrainerCallback):
         self._training().part("logging")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The boundary: a stop or a save, if any rank was asked for one."""
+        """The boundary: a stop or a save, if any rank has requested one."""
         self._training().boundary(state, control)
         self._training().part("data")
 
@@ -416,7 +416,7 @@ class _TrainerCheckpoints(Commits):
 
 
 def _name_best(file: Path, stage: str, final: str) -> None:
-    """Has the state of the Trainer name the checkpoint by the place that it will have."""
+    """Has the state of the Trainer name the checkpoint by its final path."""
     if file.exists():
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.get("best_model_checkpoint") == stage:

@@ -19,7 +19,7 @@ from fairlead.errors import ConfigError
 
 
 def maker(args: TrainingArguments) -> Trainer:
-    """The Trainer that is being made with these arguments: no hook is told of it."""
+    """The Trainer that is being made with these arguments: no hook gets it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         made = frame.f_locals.get("self")

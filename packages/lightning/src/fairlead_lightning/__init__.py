@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedPredictionWriter", "Fairlead", "Trainer", "fabric"]
 
-# No module here is called `fabric`: importing it would put the module in the place of the function.
+# No module here is called `fabric`: importing it would replace the function by the module.
 _MODULES: Final = {
     "DistributedPredictionWriter": "metrics.predictions",
     "Fairlead": "callback",

@@ -65,11 +65,11 @@ def trainer_arguments(context: BuildContext, root: CodeRoot) -> dict[str, Any]:
     arguments |= build_plugins(replace(context, engine="trainer"))
     # A backend may have to be called as well: a precision that converts layers, before a checkpoint is read into them.
     brought = [callback for plugin in arguments["plugins"] for callback in getattr(plugin, "callbacks", ())]
-    asked = [_instance(spec, root, "callbacks", index) for index, spec in enumerate(config.callbacks)]
-    arguments["callbacks"] = [*brought, *asked]
+    users = [_instance(spec, root, "callbacks", index) for index, spec in enumerate(config.callbacks)]
+    arguments["callbacks"] = [*brought, *users]
     profiler = config.profiler
     arguments["profiler"] = _instance(profiler, root, "profiler") if isinstance(profiler, ClassSpec) else profiler
-    # Our own records take the place of both; `enable_checkpointing` still allows a user's ModelCheckpoint.
+    # Our own records replace both; `enable_checkpointing` still allows a user's ModelCheckpoint.
     arguments["logger"] = False
     if config.barebones:
         # Lightning refuses what is on by default here.

@@ -41,21 +41,21 @@ class Fairlead(L.Callback):
     """Gives `trainer.fit` of an unmodified Lightning Trainer a run directory, durable checkpoints and resume.
 
     Started again, the script resumes from the newest complete checkpoint of the run; the
-    `ckpt_path` of `fit` is used while the run has none of its own.  What belongs to the Trainer
+    `ckpt_path` of `fit` is used while the run has no checkpoint yet.  What belongs to the Trainer
     itself (strategy, devices, precision, environment) stays as the script has it.  The script's own
     loggers and callbacks, a ModelCheckpoint too, work as before.
 
     Args:
         run: The run directory, as `runs/digits`, or a `RunConfig`; None: `runs/<name of the script>`.
         checkpoint: When to save and what to keep; None: the defaults of `CheckpointConfig`.
-        requeue: Who starts the job again after a stop, as `trainer.requeue`; `auto`: the scheduler of this job.
+        requeue: Who restarts the job after a stop, as `trainer.requeue`; `auto`: the scheduler of this job.
         loggers: Where what is logged goes besides the script's own loggers, as in a job's `trainer`: `["prometheus"]`.
         max_non_finite: When a loss that is no number ends the training, as failed; see `TrainerConfig`.
         check_divergence_every_n_steps: Compare the model of all ranks so often too; see `TrainerConfig`.
         on_divergence: What to do where the ranks hold different models; see `TrainerConfig`.
         local_buffers: Buffers that differ over the ranks on purpose; see `TrainerConfig`.
         check_samples: Warn if ranks or workers train on the same samples; see `TrainerConfig`.
-        batch_policy: What stays the same when the run goes on with another number of ranks; see `TrainerConfig`.
+        batch_policy: What stays the same when the run continues with another number of ranks; see `TrainerConfig`.
         base_batch_size: The global batch for which the learning rates of `configure_optimizers` were chosen: they
             follow that of this start; see `TrainerConfig`.
         lr_rule: How they follow it; None: `linear`.
@@ -184,7 +184,7 @@ class Fairlead(L.Callback):
 
 
 def _commit_checkpoints(trainer: L.Trainer, context: BuildContext) -> None:
-    """Puts a backend that says when a file is complete in the place of Lightning's own."""
+    """Replaces Lightning's own backend by one that says when a file is complete."""
     io = getattr(trainer.strategy, "checkpoint_io", None)
     if isinstance(io, AsyncCheckpointIO):
         trainer.print("AsyncCheckpointIO is not used: it does not say when a file is complete and may be committed")

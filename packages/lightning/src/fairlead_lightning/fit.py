@@ -101,7 +101,7 @@ def callbacks_of(trainer: L.Trainer) -> list[L.Callback]:
 
 
 def handing_over(session: RunSession, resolution: Resolution) -> AbstractContextManager[None]:
-    """Ranks that Lightning starts from this process run the script again, and have to be told of the run."""
+    """Ranks that Lightning starts from this process run the script from its start, and need to know the run."""
     return handed_over(session) if starts_ranks(resolution) else nullcontext()
 
 

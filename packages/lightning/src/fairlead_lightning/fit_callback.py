@@ -78,7 +78,7 @@ class FitCallback(L.Callback):
         self.exact = ExactResume(seed, environ=environ, settings=inexact, say=say)
         self.stops = Stops(context, say, guard)
         self.stuck = StuckRanks(environ, timeout=getattr(resolution.strategy, "timeout", None))
-        self.averages = AverageOverRanks()  # a callback of its own: it has to be the first
+        self.averages = AverageOverRanks()  # a separate callback: it has to be the first
         self.last = LastCallback(self)
         self._barebones = bool(config.barebones)
         self.batch = BatchRule(resolution, say, global_batch(job, config))
@@ -92,7 +92,7 @@ class FitCallback(L.Callback):
         self._resolution = resolution
         self._say = say
         self._by_hand = False
-        self._logged = REPORT_FD in environ  # other ranks than the first write into a file of their own each
+        self._logged = REPORT_FD in environ  # each rank except the first writes its own file
         self._session: RunSession | None = None
         self.recorder: Recorder | None = None
         """What records this fit; None: it trains no run."""
@@ -231,7 +231,7 @@ class FitCallback(L.Callback):
         return self.finite.check_weights(trainer)
 
     def _at(self, part: str) -> None:
-        """Which part of a step begins; passes that a module does by hand are not told apart."""
+        """Which part of a step begins; passes of a manual optimization are all `compute`."""
         if self.recorder is not None:
             self.recorder.session.at("compute" if self._by_hand and part in _PASSES else part)
 
@@ -275,7 +275,7 @@ class FitCallback(L.Callback):
         self.replicas.training_starts(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
-        """From here on the state is not whole."""
+        """From here on the state is incomplete."""
         self._at("forward")
         self.exact.before_batch(trainer)
         if self.recorder is None:
@@ -352,7 +352,7 @@ class LastCallback(L.Callback):
     """What comes behind the user's callbacks: a state that they may still change is saved, the end is recorded.
 
     A stop is carried out last, when all others have had their say. Without a recorder it does nothing, but that the
-    checkpoints of a finished run are there to be asked for.
+    checkpoints of a finished run can be loaded.
     """
 
     def __init__(self, fit: FitCallback) -> None:

@@ -68,7 +68,7 @@ class Trainer(L.Trainer):
     `fast_dev_run` of a job writes down what it saw of the loaders, for `fairlead explain`.
 
     Args:
-        config: How to train, or a whole job; None: the defaults.
+        config: How to train, or a complete job; None: the defaults.
         run: Which run this is; None: that of the job, or a run named after the script.
         callbacks: Lightning callbacks besides those of the config.
         environ: The environment variables; None: this process's.
@@ -129,7 +129,7 @@ class Trainer(L.Trainer):
         self._root = root or code_root(None, code=self.run_config.code, cwd=Path.cwd())
         arguments = trainer_arguments(self._context, self._root)
         given = [*arguments["callbacks"], *callbacks]
-        # A user's own bar takes the place of ours; Lightning refuses two.
+        # A user's own bar replaces ours; Lightning refuses two.
         self._shows = arguments["enable_progress_bar"] and not any(isinstance(c, ProgressBar) for c in given)
         shown = [self.progress] if self._shows else []
         arguments["callbacks"] = [*self.fit_callback.initial_callbacks(), *given, *shown]
@@ -160,7 +160,7 @@ class Trainer(L.Trainer):
     ) -> Self:
         """A trainer with the model and data of the run that made a checkpoint: `trainer.rebuilt`.
 
-        `fit()` without arguments goes on in that run from exactly this checkpoint, also where it is not the newest;
+        `fit()` without arguments continues that run from exactly this checkpoint, also where it is not the newest;
         `validate()`, `test()` and `predict()` take its weights.  Of a run directory it is the newest one; of a folder
         of `fairlead checkpoint export`, which has weights only, `fit()` begins a new run with them.
 
@@ -172,7 +172,7 @@ class Trainer(L.Trainer):
             plugins: As in the constructor.
 
         Raises:
-            CheckpointError: There is no such checkpoint, it carries no job, or the job cannot be built again.
+            CheckpointError: There is no such checkpoint, it carries no job, or the job cannot be rebuilt.
             ConfigError: The job does not fit this machine or launcher.
             UserCodeError: The model's or the data's code was not found, or raised.
 
@@ -185,7 +185,7 @@ class Trainer(L.Trainer):
         found = checkpoint_job(Path(path), plugins=plugins, cwd=Path.cwd(), environ=environ, overrides=overrides)
         job, root = found.loaded.job, found.loaded.root
         assert job is not None
-        # A new run of its own for bare weights: an older run of the job's name is none of theirs.
+        # A new run for bare weights: an older run of the job's name does not belong to them.
         resume = "never" if found.weights is not None else str(found.checkpoint or "auto")
         if ("run", "resume") not in found.loaded.overrides:
             job = job.model_copy(update={"run": job.run.model_copy(update={"resume": resume})})
@@ -208,14 +208,14 @@ class Trainer(L.Trainer):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Trains, or goes on training, until a limit of the config is reached.
+        """Trains, or resumes training, until a limit of the config is reached.
 
         Args:
             model: The model; None: that of `from_checkpoint`, and its data where none is given.
             train_dataloaders: Loaders, or a datamodule, as in Lightning.
             val_dataloaders: Loaders.
             datamodule: The data.
-            ckpt_path: A checkpoint to start from while the run has none of its own.
+            ckpt_path: A checkpoint to start from while the run has none yet.
             weights_only: As in Lightning; None: True, so that loading runs no code from the file.
 
         Raises:
@@ -291,7 +291,7 @@ class Trainer(L.Trainer):
             compat.set_root_dir(self, root_dir)
 
     def _begin(self, session: RunSession) -> None:
-        """This rank is there, where that is known before Lightning has started others; the user is told what begins."""
+        """This rank has joined, where that is known before Lightning has started others; prints what begins."""
         resolution, environ = self.resolution, self._context.environ
         if session.finished is None:
             if trains_here(resolution) and not starts_ranks(resolution):
@@ -342,7 +342,7 @@ class Trainer(L.Trainer):
     ) -> Predictions | None:
         """`predict` on all ranks, into one folder: `output_dir`, or the next `predictions-N` in the run directory.
 
-        Started again after a kill, it goes on. All ranks have to see the folder. See `Predictions`.
+        Started again after a kill, it continues. All ranks have to see the folder. See `Predictions`.
         """
         job = self._described(model, more.get("datamodule"))
         run = run_directory(job, self.run_config, self.resolution.job, Path.cwd())
@@ -366,29 +366,31 @@ class Trainer(L.Trainer):
             if given.get("dataloaders") is None and given.get("datamodule") is None:
                 given["datamodule"] = self.rebuilt.data
             loads = self.rebuilt.loads
-        asked = given.get("ckpt_path")
-        if asked is None and loads and not self._fitted:
-            asked = self.run_config.load or self.run_config.weights or self.run_config.resume
+        requested = given.get("ckpt_path")
+        if requested is None and loads and not self._fitted:
+            requested = self.run_config.load or self.run_config.weights or self.run_config.resume
             if self.rebuilt is not None and self.rebuilt.checkpoint is not None:
-                asked = self.rebuilt.checkpoint
-        if asked is not None:
-            given["ckpt_path"] = self._weights(os.fspath(asked), given)
+                requested = self.rebuilt.checkpoint
+        if requested is not None:
+            given["ckpt_path"] = self._weights(os.fspath(requested), given)
         return given
 
-    def _weights(self, asked: str, given: Mapping[str, Any]) -> str | None:
-        """The file to load of what was asked for; None: the model as it is. The same on all ranks."""
-        if self._fitted and asked == "best":
-            return asked  # Lightning knows that of this fit, also where a ModelCheckpoint has written it
+    def _weights(self, requested: str, given: Mapping[str, Any]) -> str | None:
+        """The file to load for a requested `ckpt_path`; None: the model as it is. The same on all ranks."""
+        if self._fitted and requested == "best":
+            return requested  # Lightning knows that of this fit, also where a ModelCheckpoint has written it
         name, data = given.get("model"), given.get("datamodule")
         if name is None:
             name = self.lightning_module
         run = run_directory(self._described(name, data), self.run_config, self.resolution.job, Path.cwd())
-        if asked == "auto" and self._anonymous and not run.exists():
+        if requested == "auto" and self._anonymous and not run.exists():
             self.progress.say(f"weights     as the model is given: {run} is no run")
             return None
-        weights = weights_to_evaluate(asked, run, Path.cwd(), never='ckpt_path="never", or RunConfig(resume="never")')
+        weights = weights_to_evaluate(
+            requested, run, Path.cwd(), never='ckpt_path="never", or RunConfig(resume="never")'
+        )
         source = broadcast_object(weights.source)
-        if asked in ("auto", "best", "last"):
+        if requested in ("auto", "best", "last"):
             self.progress.say(weights.line)
         return str(file_to_evaluate(source)) if source is not None else None
 

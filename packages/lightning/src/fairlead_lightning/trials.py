@@ -27,5 +27,5 @@ def require_own_start(resolution: Resolution, command: str, *, nodes: int) -> No
 
 def fit_words(job: Sequence[str], overrides: Sequence[str], sets: Mapping[str, Any]) -> list[str]:
     """`fit JOB` with the user's settings, and then those of the trial."""
-    asked = [*overrides, *(f"{path}={json.dumps(value)}" for path, value in sets.items())]
-    return ["fit", *job, *(word for one in asked for word in ("--set", one))]
+    settings = [*overrides, *(f"{path}={json.dumps(value)}" for path, value in sets.items())]
+    return ["fit", *job, *(word for one in settings for word in ("--set", one))]

@@ -40,9 +40,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         help="samples of one optimizer step (default: the job's, times the devices)",
     )
-    parser.add_argument(
-        "--steps", metavar="N", type=_count, help="optimizer steps of the whole job (default: the job's)"
-    )
+    parser.add_argument("--steps", metavar="N", type=_count, help="optimizer steps of the job (default: the job's)")
     parser.add_argument("--memory", metavar="GIB", type=_positive, help="of one device, if less than it has is usable")
     parser.add_argument(
         "--strategy",

@@ -123,7 +123,12 @@ class CudaOperators(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        del scale, enable_gqa, dropout_p, attn_mask  # none changes what is kept; a mask is kept by whoever made it
+        del (
+            scale,
+            enable_gqa,
+            dropout_p,
+            attn_mask,
+        )  # none changes what is saved for the backward pass; a mask is saved by its maker
         if torch.is_autocast_enabled("cpu"):
             kind = torch.get_autocast_dtype("cpu")
             query, key, value = (one.to(kind) for one in (query, key, value))

@@ -64,7 +64,7 @@ class Situation:
         durable_s: Seconds until its checkpoint is durable.
         restart_s: Seconds from a failure to the end of the next start's first step, without the wait for a node.
         queue_s: Seconds until the next start begins, when a node is lost and there is no spare.
-        repair_s: Seconds after which a lost node is a spare again.
+        repair_s: Seconds after which a lost node is a spare.
         node_share: The share of failures after which the node cannot be used.
     """
 
@@ -106,7 +106,7 @@ class GoodputForecast:
 
     Attributes:
         days: Of training, if nothing ever failed and nothing was saved.
-        interval_s: Seconds of training between two saves that the rest is said for: the job's own, else the best.
+        interval_s: Seconds of training between two saves that the rest is computed for: the job's own, else the best.
         daly_s: Those that are best by Daly's formula; infinite without failures.
         simulated_s: Those that are best of 0.5 to 2 times as many in the simulation.
         formula: The share of the time that counts by the formula; `effective`: by the simulation, its mean, and of 90 %
@@ -197,7 +197,7 @@ _LABELS: Final = {
     "durable_s": "{} until it is durable",
     "restart_s": "{} for a restart",
     "queue_s": "{} in the queue, where a node is lost and no spare is left",
-    "repair_s": "{} until a lost node is a spare again",
+    "repair_s": "{} until a lost node is a spare",
     "node_share": "{} of the failures lose their node",
 }
 """The figures of a situation, and how each is shown."""
@@ -233,7 +233,7 @@ def situation(
         repair_s: Seconds of a repair.
         state_bytes: Bytes of a checkpoint, by which a save is estimated if nothing else says how long it takes.
         writers: How many of the nodes write it; None: all.
-        asynchronous: Whether the training goes on while a checkpoint is written.
+        asynchronous: Whether the training continues while a checkpoint is written.
 
     Raises:
         ConfigError: There are no nodes, or a figure is negative.
@@ -379,7 +379,7 @@ class _Played:
 
 
 def _play(now: Situation, work: float, interval: float, trials: int, seed: int) -> list[_Played]:
-    """Each of them with failures of its own, which are the same whatever the interval and the costs are."""
+    """Each of them with different failures, which are the same whatever the interval and the costs are."""
     return [_one(now, work, interval, random.Random(f"{seed}-{trial}")) for trial in range(trials)]
 
 
@@ -389,14 +389,14 @@ def _one(now: Situation, work: float, interval: float, numbers: random.Random) -
     failure_s = now.failure_s
     if now.observed:  # as uncertain as so few failures make it
         failure_s *= now.observed / numbers.gammavariate(now.observed, 1.0)
-    job, kept = _Played(), 0.0
+    job, productive = _Played(), 0.0
     spares = now.spares
-    repaired: list[float] = []  # when each lost node is a spare again
+    repaired: list[float] = []  # when each lost node is a spare
     for first in itertools.chain([True], itertools.repeat(False)):
         fails = numbers.expovariate(1.0) * failure_s
         broken = numbers.random() < now.node_share.value
         restart = 0.0 if first else now.restart_s.value
-        left = work - kept
+        left = work - productive
         saves = math.ceil(left / interval - 1e-9)  # the last one at the end
         if fails >= restart + left + saves * save:
             job.restarting += restart
@@ -409,7 +409,7 @@ def _one(now: Situation, work: float, interval: float, numbers: random.Random) -
         ran = max(0.0, fails - restart)
         finished = max(0, math.floor((ran - interval - durable) / period) + 1)
         done = int(ran / period)
-        kept += finished * interval
+        productive += finished * interval
         job.saving += done * save
         job.lost += ran - done * save - finished * interval
         if broken:

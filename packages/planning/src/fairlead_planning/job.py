@@ -64,7 +64,7 @@ class Planned:
         wider: The same of more, if the batch can be divided.
         divisible: By what its model can be divided.
         samples: Of one optimizer step of one data-parallel rank, as the job says; with `batch_size: global` of all.
-        steps: Optimizer steps of the whole job, given how many samples one takes; None: it does not say.
+        steps: Optimizer steps of the job, given how many samples one takes; None: it does not say.
         compiled: Whether the model is compiled.
         settings: The job's own, where it was loaded from one.
         precision: As `trainer.precision`.
@@ -90,7 +90,7 @@ def planned_work(work: Work, *, name: str = "model", samples: int | None = None,
         work: What is trained.
         name: For messages.
         samples: Of one optimizer step of one data-parallel rank; None: those of the batch.
-        steps: Optimizer steps of the whole training.
+        steps: Optimizer steps of the training.
 
     Raises:
         ConfigError: A step cannot be traced.
@@ -136,7 +136,7 @@ def planned_job(loaded: LoadedJob, device: str = "cuda") -> Planned:
     with _silent():
         profile, wider = _traced(work, rows)
     samples = batch_of_job(job) or rows or 1
-    if config.batch_size != "global":  # that is of the whole step already
+    if config.batch_size != "global":  # that is of the full step already
         samples *= config.accumulate_grad_batches
 
     def count(global_batch: int) -> int | None:

@@ -34,7 +34,7 @@ _BY_DATA: Final = (
 
 
 class Finite(TorchFunctionMode):
-    """Within it all numbers of a step are finite, which code asks before it goes on."""
+    """Within it all numbers of a step are finite, which code checks before it continues."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function, or answers it."""
@@ -124,15 +124,15 @@ class KnownValues:
             return known
 
         if func is aten.index.Tensor:
-            places: list[Any] = []
+            arguments: list[Any] = []
             for one in args[1]:
                 if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8):
                     with unset_fake_temporarily():
                         found = value(one).nonzero(as_tuple=True)
-                    places += [self._fake(place) for place in found]
+                    arguments += [self._fake(argument) for argument in found]
                 else:
-                    places.append(one)
-            return func(args[0], places)
+                    arguments.append(one)
+            return func(args[0], arguments)
         if func is aten.masked_select.default:
             with unset_fake_temporarily():
                 count = int(value(args[1]).broadcast_to(args[0].shape).sum())

@@ -8,14 +8,14 @@ from typing import Literal
 from fairlead_strategies.layout import Layout as Mesh
 
 Checkpointing = Literal["none", "selective", "full"]
-"""What of a unit's activations is computed again: nothing; all but matrix products and attention; everything."""
+"""What of a unit's activations is recomputed: nothing; all but matrix products and attention; everything."""
 Sharding = Literal["none", "optimizer", "gradients", "full"]
 """What the ranks of the mesh's `shard` (ZeRO 1, 2, 3: all data-parallel ranks) share out."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a mesh, the batch, and what is computed again."""
+    """The sizes of a mesh, the batch, and what is recomputed."""
 
     strategy: str
     """The strategy's tag in a job file: `ddp`, `fsdp2`, `hybrid`."""
@@ -26,8 +26,8 @@ class Layout:
     """Forward passes of a rank in one optimizer step; with a pipeline, the micro-batches that go through its stages."""
     checkpointing: Checkpointing = "none"
     sharding: Sharding = "none"
-    whole: bool = False
-    """With `sharding: full`: the model is gathered as one unit, as FSDP does that is told of no layers."""
+    one_unit: bool = False
+    """With `sharding: full`: the model is gathered as one unit, as FSDP does without an `auto_wrap_policy`."""
     sequence: bool = False
     """Sequence parallelism beside tensor parallelism: what lies between the split layers is divided as well."""
     schedule: str = "1f1b"

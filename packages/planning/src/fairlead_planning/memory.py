@@ -94,18 +94,18 @@ class Moments:
         self.cast = np.array([s.maker == CAST for s in storages])
         split = np.array([s.split for s in storages])
         self.owner = np.where(np.array([s.expert for s in storages]), 2 + split, split).astype(np.int8)
-        """Who divides what belongs to a parameter: nobody, tensor, expert, either."""
+        """Which dimension divides what belongs to a parameter: none, tensor, expert, either."""
         sequence = np.array([s.sequence for s in storages])
         work = np.where(self.cast, 4 + self.owner, np.where(split, 1, np.where(sequence, 2, 0)))
         self.work: npt.NDArray[np.int8] = work.astype(np.int8)
-        """Who divides an activation: nobody, tensor, sequence; a parameter's copy as the parameter."""
+        """Which dimension divides an activation: none, tensor, sequence; a parameter's copy as the parameter."""
         self.first_backward = int(np.argmax(self.phase != _FORWARD)) if (self.phase != _FORWARD).any() else self.end
         found = self.phase == _OPTIMIZER
         self.first_optimizer = int(np.argmax(found)) if found.any() else self.end
         self._of: dict[tuple[int, ...], Timelines] = {}
 
     def timelines(self, units: Sequence[int] | None = None) -> Timelines:
-        """Those of the whole model, or of what a rank of a pipeline has of it."""
+        """Those of the full model, or of what a rank of a pipeline has of it."""
         key = () if units is None else tuple(units)
         if key not in self._of:
             self._of[key] = Timelines(self, units)
@@ -141,22 +141,22 @@ class Moments:
         cut[-1].append(-1)
         return [[unit for number in range(each) for unit in cut[rank + number * ranks]] for rank in range(ranks)]
 
-    def place(self, index: npt.NDArray[np.int64], unit: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def position(self, index: npt.NDArray[np.int64], unit: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The unit of kernels, with -1 for what comes behind all units."""
         begin, finish = self.early
         before = np.where(index < self.first_backward, index < begin, index > finish)
         return np.where((unit == 0) & ~before, -1, unit).astype(np.int32)
 
     @cached_property
-    def kernel_place(self) -> npt.NDArray[np.int32]:
+    def kernel_position(self) -> npt.NDArray[np.int32]:
         """The unit of each kernel, with -1 for what comes behind all units."""
-        return self.place(np.arange(self.end), self.kernel_unit)
+        return self.position(np.arange(self.end), self.kernel_unit)
 
     @cached_property
-    def storage_place(self) -> npt.NDArray[np.int32]:
+    def storage_position(self) -> npt.NDArray[np.int32]:
         """The unit of each storage likewise: a parameter's is that where the forward pass reads it last."""
         at = np.where(np.isin(self.kind, ("parameter", "buffer", "input")), np.maximum(self.forward, 0), self.born)
-        return self.place(at, self.unit)
+        return self.position(at, self.unit)
 
 
 class Timelines:
@@ -170,13 +170,13 @@ class Timelines:
         within: Gradients of a unit, until its backward pass is over.
         reduced: The buffer in which a unit's gradients are reduced.
         gathered: Parameters of units that are gathered, and freed behind their forward pass.
-        kept: Likewise, but freed behind their backward pass.
+        held: Likewise, but freed behind their backward pass.
         saved: What the forward pass leaves for the backward pass, by `Moments.work`.
     """
 
     def __init__(self, m: Moments, units: Sequence[int] | None) -> None:
-        here = np.ones(len(m.bytes), dtype=bool) if units is None else np.isin(m.storage_place, units)
-        mine = None if units is None else np.isin(m.kernel_place, units) | (m.phase == _OPTIMIZER)
+        here = np.ones(len(m.bytes), dtype=bool) if units is None else np.isin(m.storage_position, units)
+        mine = None if units is None else np.isin(m.kernel_position, units) | (m.phase == _OPTIMIZER)
         activation = (m.kind == "activation") & here
         late = m.born >= m.first_optimizer
         self.activations = self._over_time(m, activation & ~late, m.work, 8)
@@ -197,7 +197,7 @@ class Timelines:
         self._gather(m, numbers, parameter)
         self._reduce(m, numbers, gradient)
         if mine is not None:
-            for one in (self.activations, self.gathered, self.kept, self.within, self.reduced):
+            for one in (self.activations, self.gathered, self.held, self.within, self.reduced):
                 one[:, ~mine] = 0.0
 
     @staticmethod
@@ -211,33 +211,33 @@ class Timelines:
 
     def _gather(self, m: Moments, numbers: list[int], parameter: npt.NDArray[np.bool_]) -> None:
         """Parameters that are gathered for their units: what is computed with, and the collective's buffer."""
-        whole: dict[int, Floats] = {}
+        full: dict[int, Floats] = {}
         for unit in numbers:
             own = parameter & (m.unit == unit)
-            whole[unit] = np.bincount(m.owner[own], m.bytes[own], 4).astype(np.float64)[:, None]
-        self.gathered, self.kept = np.zeros((4, m.end)), np.zeros((4, m.end))
-        for place, unit in enumerate(numbers):
+            full[unit] = np.bincount(m.owner[own], m.bytes[own], 4).astype(np.float64)[:, None]
+        self.gathered, self.held = np.zeros((4, m.end)), np.zeros((4, m.end))
+        for position, unit in enumerate(numbers):
             forward, backward = m.spans.get((unit, _FORWARD)), m.spans.get((unit, _BACKWARD))
             if forward is None or backward is None:
                 continue
-            self.kept[:, forward[0] : backward[1] + 1] += whole[unit]
+            self.held[:, forward[0] : backward[1] + 1] += full[unit]
             if unit == 0:
-                self.gathered[:, forward[0] : backward[1] + 1] += whole[unit]
+                self.gathered[:, forward[0] : backward[1] + 1] += full[unit]
             else:
-                self.gathered[:, forward[0] : forward[1] + 1] += whole[unit]
-                self.gathered[:, backward[0] : max(backward)] += whole[unit]  # freed before its gradients are reduced
+                self.gathered[:, forward[0] : forward[1] + 1] += full[unit]
+                self.gathered[:, backward[0] : max(backward)] += full[unit]  # freed before its gradients are reduced
             # The next one's buffer is filled while this one computes; on a CPU in the backward pass alone.
-            after = numbers[place + 1] if place + 1 < len(numbers) else None
-            for timeline in (self.gathered, self.kept):
+            after = numbers[position + 1] if position + 1 < len(numbers) else None
+            for timeline in (self.gathered, self.held):
                 if not m.ahead:
-                    timeline[:, forward[0]] += whole[unit][:, 0]
+                    timeline[:, forward[0]] += full[unit][:, 0]
                 elif after is not None:
-                    timeline[:, forward[0] : forward[1] + 1] += whole[after]
-            if place > 1:
-                self.gathered[:, backward[0] : backward[1] + 1] += whole[numbers[place - 1]]
+                    timeline[:, forward[0] : forward[1] + 1] += full[after]
+            if position > 1:
+                self.gathered[:, backward[0] : backward[1] + 1] += full[numbers[position - 1]]
         last = numbers[-1] if numbers else 0
         if last and (last, _BACKWARD) in m.spans:
-            self.gathered[:, m.first_backward : m.spans[last, _BACKWARD][0]] += whole[last]  # while the loss is derived
+            self.gathered[:, m.first_backward : m.spans[last, _BACKWARD][0]] += full[last]  # while the loss is derived
 
     def _reduce(self, m: Moments, numbers: list[int], gradient: npt.NDArray[np.bool_]) -> None:
         self.within, self.reduced = np.zeros((4, m.end)), np.zeros((4, m.end))
@@ -249,7 +249,7 @@ class Timelines:
             change = np.zeros((4, m.end))
             np.add.at(change, at, m.bytes[own])
             self.within[:, span[0] : span[1] + 1] += np.cumsum(change[:, span[0] : span[1] + 1], axis=1)
-            # Copied into one buffer, which is kept until the next unit's gradients are reduced.
+            # Copied into one buffer, which stays until the next unit's gradients are reduced.
             after = m.spans.get((unit - 1, _BACKWARD), span) if unit else span
             total = np.bincount(m.owner[own], m.bytes[own], 4)[:, None]
             self.reduced[:, span[1] : max(span[1], after[1]) + 1] += total
@@ -276,7 +276,7 @@ class MemoryModel:
         """And as the run keeps it."""
 
     def moments(self, mode: Checkpointing) -> tuple[Moments, Moments | None]:
-        """The two profiles as timelines, with what is computed again."""
+        """The two profiles as timelines, with what is recomputed."""
         if mode not in self._moments:
             one, two = (None if p is None else checkpointed(p, mode) for p in self._profiles)
             assert one is not None
@@ -342,11 +342,11 @@ class MemoryModel:
                 live = min(float(now.parameters @ own) * low, _LIVE * computed)
                 communication[: one.first_optimizer] += live
         elif gathers and shards > 1:
-            if layout.whole:
+            if layout.one_unit:
                 communication[: one.first_optimizer] += float(now.parameters @ own) * low
             else:
                 keep = layout.sharding == "gradients" or mesh.pipeline > 1
-                communication += own @ (now.kept if keep else now.gathered) * low
+                communication += own @ (now.held if keep else now.gathered) * low
         if layout.offload:
             for timeline in (activations, gradients, communication):
                 timeline[one.first_optimizer :] = 0.0  # the step is the host's
@@ -385,7 +385,7 @@ class MemoryModel:
             grown[: m.first_backward] = total  # those of the step before, until the backward pass begins
             return grown
         if layout.mesh.pipeline > 1:
-            # Added up as a whole over the micro-batches, and reduced behind the last.
+            # Added up in full over the micro-batches, and reduced behind the last.
             return np.full(m.end, total)
         wide = self.master / self.computed
         shards: Floats = share @ now.grown * wide
@@ -414,7 +414,7 @@ class MemoryModel:
 def memory(profile: Profile, layout: Layout, device: str = "cuda", reduce_bytes: int = 4) -> list[MemoryUse]:
     """The memory of a rank of each stage of a pipeline; for many layouts of one job make one `MemoryModel`.
 
-    The profile is of the layout's micro-batch, without what is computed again: the layout says that.
+    The profile is of the layout's micro-batch, without what is recomputed: the layout says that.
     """
     return MemoryModel(profile, None, device, reduce_bytes).use(replace(layout, micro_batch=profile.rows))
 

@@ -135,7 +135,7 @@ def layout_of(strategy: StrategyConfigBase | None, ranks: int, batch: int, accum
     """How a strategy of a job file lays the job out on so many ranks.
 
     Args:
-        strategy: None: one of its own for each device, as DDP.
+        strategy: None: a replica for each device, as DDP.
         ranks: How many.
         batch: Samples of a rank's loader.
         accumulation: Batches of one optimizer step.
@@ -168,7 +168,7 @@ def layout_of(strategy: StrategyConfigBase | None, ranks: int, batch: int, accum
             mesh=Mesh(shard=ranks),
             sharding=_FSDP[strategy.sharding_strategy],
             checkpointing="full" if strategy.activation_checkpointing_policy else "none",
-            whole=strategy.auto_wrap_policy is None,
+            one_unit=strategy.auto_wrap_policy is None,
             cast=strategy.mixed_precision is not None,
             offload=strategy.cpu_offload,
         )

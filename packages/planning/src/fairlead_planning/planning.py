@@ -59,7 +59,7 @@ class Machines:
         elif count % cluster.node:
             each = max(size for size in range(1, cluster.node) if count % size == 0)
             raise ConfigError(
-                f"{count} devices are no whole number of nodes of {cluster.node}",
+                f"{count} devices do not fill nodes of {cluster.node}",
                 where="--gpus",
                 fix=f"--gpus {count - count % cluster.node}x{found[2]}, or fewer on each node: "
                 f"--nodes {count // each} --gpus {each}x{found[2]}",
@@ -81,7 +81,7 @@ class Plan:
         machines: On what.
         global_batch: Samples of one optimizer step.
         found: Layouts that fit, the fastest first, and why others do not.
-        steps: Optimizer steps of the whole job; None: it does not say.
+        steps: Optimizer steps of the job; None: it does not say.
         goodput: What failures will cost the fastest; None: it is not known how long it takes.
     """
 
@@ -140,7 +140,7 @@ class Plan:
             largest, seconds = max(_terms(one.time).items(), key=lambda term: term[1])
             text += f": {seconds / one.time.seconds:.0%} of the step is {largest}"
             if one.layout.checkpointing == "full":
-                text += "; activations are computed again, or it would not fit or be slower"
+                text += "; activations are recomputed, or it would not fit or be slower"
             return text
         here, there = dict(_terms(one.time)), dict(_terms(first.time))
         more = {name: here.get(name, 0.0) - there.get(name, 0.0) for name in here | there}
@@ -305,7 +305,7 @@ def plan(
         job: A traced job (`planned_job`), or a model, a batch and a loss.
         machines: `64xh100`, or more precisely.
         global_batch: Samples of one optimizer step; None: what the job says for each device, times the devices.
-        steps: Optimizer steps of the whole training; None: as many as the job says.
+        steps: Optimizer steps of the training; None: as many as the job says.
         calibration: How fast devices are; None: the shipped one.
         memory_gib: Of one device; None: all that it has.
         strategies: Those that may be chosen.
@@ -383,7 +383,7 @@ def title(layout: Layout) -> str:
     if layout.accumulation > 1:
         text += f" x {layout.accumulation}"
     if layout.checkpointing == "full":
-        text += ", activations computed again"
+        text += ", activations recomputed"
     return text + (", cast to 16 bits when gathered" if layout.cast else "")
 
 
@@ -411,8 +411,8 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
     if layout.cast:
         strategy["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
         precision = "32-true"
-    whole = mesh.pipeline > 1
-    batch = layout.micro_batch * (layout.accumulation if whole else 1)
+    one_unit = mesh.pipeline > 1
+    batch = layout.micro_batch * (layout.accumulation if one_unit else 1)
     config = made.job.settings.trainer if made.job.settings is not None else None
     path = config.batch_size_from if config is not None else "data.args.batch_size"
     if config is not None and config.batch_size == "global":
@@ -424,7 +424,7 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
         "trainer.num_nodes": made.machines.nodes,
         "trainer.strategy": layout.strategy if len(strategy) == 1 else strategy,
         "trainer.precision": precision,
-        "trainer.accumulate_grad_batches": 1 if whole else layout.accumulation,
+        "trainer.accumulate_grad_batches": 1 if one_unit else layout.accumulation,
     }
     if made.job.products is not None:
         del found["trainer.precision"]  # the job's own, with its settings
@@ -433,7 +433,7 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
 
 def _terms(time: StepTime) -> Mapping[str, float]:
     """The parts of a step, that add up to it."""
-    found = {"compute": time.compute - time.recomputation, "computing again": time.recomputation}
+    found = {"compute": time.compute - time.recomputation, "recomputation": time.recomputation}
     found |= {f"{name} communication": value for name, value in time.communication.items()}
     found |= {"bubble": time.bubble, "optimizer": time.optimizer, "host": time.host}
     found["waiting for the slowest"] = time.waiting

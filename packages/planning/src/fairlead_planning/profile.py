@@ -1,6 +1,6 @@
 """What one training step of a module does and keeps: its operators and its tensors, without their data.
 
-Sizes are of one rank that holds the whole model and works on one micro-batch. `memory` and `step_time` say what
+Sizes are of one rank that holds the full model and works on one micro-batch. `memory` and `step_time` say what
 becomes of them under a layout.
 """
 
@@ -17,7 +17,7 @@ CAST: Final = "_to_copy of a parameter"
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the model that is gathered, checkpointed or put into a stage as a whole: mostly a transformer's layer.
+    """A part of the model that is gathered, checkpointed or put into a stage as one: mostly a transformer's layer.
 
     The first is what lies outside of all others (embedding, last norm, head), under the name "".
     """
@@ -47,7 +47,7 @@ class Kernel:
     kind: Kind
     phase: Phase
     unit: int
-    """Its place in `Profile.units`."""
+    """Its index in `Profile.units`."""
     dtype: str
     """What it computes in: `bfloat16`."""
     flops: float
@@ -62,8 +62,8 @@ class Kernel:
     """Whether sequence parallelism divides its work: what lies between the split parts of a layer."""
     expert: bool
     """Whether it is an expert's, and expert parallelism sends it the tokens of other ranks."""
-    again: bool = False
-    """Whether it computes again, in the backward pass, what the forward pass has not kept."""
+    recomputed: bool = False
+    """Whether it recomputes, in the backward pass, what the forward pass has not saved."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Profile:
     tokens: int
     """Positions in the micro-batch: rows x the length of the sequence; rows for a job that has none."""
     width_bytes: float
-    """What passes from one unit to the next in the forward pass, of the whole micro-batch."""
+    """What passes from one unit to the next in the forward pass, of the full micro-batch."""
     checkpointing: str = "none"
 
     @property

@@ -57,8 +57,8 @@ def _run(arguments: argparse.Namespace, session: Session) -> int:
     target = None if arguments.write is None else session.cwd / arguments.write
     if target is not None:
         _writable(target, arguments.write)
-    place = run_directory(job.model_dump(mode="json"), job.run, None, session.cwd)
-    history = measured([place]) if place.is_dir() else None
+    directory = run_directory(job.model_dump(mode="json"), job.run, None, session.cwd)
+    history = measured([directory]) if directory.is_dir() else None
     made = plan(
         planned_job(loaded, "cpu" if device.model == "" else "cuda"),
         machines,
@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace, session: Session) -> int:
         for line in made.lines(arguments.top):
             session.print(line)
     if target is not None:
-        _write(made, loaded, arguments.choose, target, place, session, calibration)
+        _write(made, loaded, arguments.choose, target, directory, session, calibration)
     return 0
 
 
@@ -95,7 +95,7 @@ def _machines(arguments: argparse.Namespace, resources: ResourcesConfig | None) 
         return Machines.of(arguments.gpus, nodes=arguments.nodes, network=arguments.network)
     if resources is None or resources.device is None:
         raise ConfigError(
-            "it is not said on which devices",
+            "the devices are not given",
             where="--gpus",
             why="the job has no `resources` with a device",
             fix="write --gpus 64xh100, or resources: {nodes: 8, devices_per_node: 8, device: h100} in the job",
@@ -109,11 +109,11 @@ def _write(
     loaded: LoadedJob,
     number: int,
     target: Path,
-    place: Path,
+    directory: Path,
     session: Session,
     calibration: Calibration | None,
 ) -> None:
-    """The job with a layout in a file of its own, and what is predicted in its run directory."""
+    """Writes the job with a layout into another file, and the prediction into its run directory."""
     if number > len(made.found.candidates):
         count = len(made.found.candidates)
         raise ConfigError(f"there is no layout {number}", where="--choose", fix=f"one from 1 to {count}")
@@ -124,14 +124,19 @@ def _write(
         data = apply_override(data, tuple(name.split(".")), value)
     if loaded.job is not None and loaded.job.resources is not None:
         cluster, each = made.machines.cluster, made.machines.count // made.machines.nodes
-        asked = {"nodes": made.machines.nodes, "devices_per_node": each, "device": cluster.device.name}
-        for name, value in asked.items():
+        machines = {"nodes": made.machines.nodes, "devices_per_node": each, "device": cluster.device.name}
+        for name, value in machines.items():
             data = apply_override(data, ("resources", name), value)
     text = f"# Written by fairlead plan: {title(one.layout)}.\n{yaml.dump(json.loads(json.dumps(data, default=str)))}"
     target.write_text(text, encoding="utf-8")
     cluster = made.machines.cluster
     rates = 1.0 if calibration is None else calibration.numbers.get("measured rates", 1.0)
     write_plan(
-        place, made.figures(one), device=cluster.device.name, layout=settings, ranks=made.machines.count, rates=rates
+        directory,
+        made.figures(one),
+        device=cluster.device.name,
+        layout=settings,
+        ranks=made.machines.count,
+        rates=rates,
     )
-    session.warn(f"wrote {target.name}, and what is predicted into {place / 'plan.json'}")
+    session.warn(f"wrote {target.name}, and what is predicted into {directory / 'plan.json'}")

@@ -23,7 +23,7 @@ GIB: Final = 2.0**30
 STRATEGIES: Final = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed")
 """Those that are tried."""
 ALIKE: Final = 0.03
-"""By less than this share two predicted times are not told apart: it is the median error on published runs."""
+"""By less than this share two predicted times count as equal: it is the median error on published runs."""
 _SIMPLE: Final = ("single", "ddp", "fsdp2", "hybrid", "deepspeed")
 
 
@@ -110,7 +110,7 @@ def search(
                     break
                 fitting.append((layout, use))
             if not fitting or fitting[-1][0].micro_batch <= largest:
-                continue  # computing again makes room for nothing
+                continue  # recomputation makes room for nothing
             largest = fitting[-1][0].micro_batch
             # Larger micro-batches are faster, but where a pipeline has fewer of them to fill its stages with.
             for fits, use in fitting[-4 if fitting[0][0].mesh.pipeline > 1 else -2 :]:
@@ -285,8 +285,8 @@ def _meshes(
                         yield "hybrid", mesh, sharding, False
                         # A pipeline's first stage has no end of the sequence's split, its last no beginning: `auto`
                         # refuses that.
-                        whole = pipeline == 1 and expert == 1 and not parts.experts
-                        if tensor > 1 and whole and parts.length % tensor == 0:
+                        one_unit = pipeline == 1 and expert == 1 and not parts.experts
+                        if tensor > 1 and one_unit and parts.length % tensor == 0:
                             yield "hybrid", mesh, sharding, True
 
 

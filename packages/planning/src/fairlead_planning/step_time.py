@@ -41,7 +41,7 @@ class StepTime:
     compute: float
     """Forward and backward passes of all micro-batches."""
     recomputation: float
-    """Of it, what activation checkpointing computes again."""
+    """Of it, what activation checkpointing recomputes."""
     communication: dict[str, float]
     """What is not hidden behind compute, by what is sent: `data`, `tensor`, `context`, `expert`, `pipeline`."""
     bubble: float
@@ -56,7 +56,7 @@ class StepTime:
     samples_per_second: float
     """Of all devices."""
     tflops: float
-    """A device, without what is computed again."""
+    """A device, without recomputation."""
     mfu: float
     """Of the device's peak in the number format of most products."""
     joules: float
@@ -84,7 +84,7 @@ class _Kernels:
     sequence: npt.NDArray[np.bool_]
     expert: npt.NDArray[np.bool_]
     backward: npt.NDArray[np.bool_]
-    again: npt.NDArray[np.bool_]
+    recomputed: npt.NDArray[np.bool_]
     cast: npt.NDArray[np.bool_]
     """Of a parameter: no row of the batch makes it larger."""
     counts: Array
@@ -96,7 +96,7 @@ class _Kernels:
 def _reduce(profile: Profile) -> _Kernels:
     """The different kernels, counted by unit; units that do the same become one sort."""
     index: dict[tuple[object, ...], int] = {}
-    kept: list[Kernel] = []
+    kernels: list[Kernel] = []
     parts: list[tuple[Counter[int], Counter[int]]] = [(Counter(), Counter()) for _ in range(len(profile.units) + 1)]
     inside = {FORWARD: False, BACKWARD: False}
     for kernel in profile.kernels:
@@ -104,37 +104,37 @@ def _reduce(profile: Profile) -> _Kernels:
             continue
         phase = FORWARD if kernel.phase == "forward" else BACKWARD
         key = (kernel.kind, phase, _computes_in(kernel), kernel.shape, kernel.flops, kernel.bytes, kernel.split,
-               _sequence(kernel), kernel.expert, kernel.again, kernel.name == CAST)  # fmt: skip
-        place = index.setdefault(key, len(index))
-        if place == len(kept):
-            kept.append(kernel)
+               _sequence(kernel), kernel.expert, kernel.recomputed, kernel.name == CAST)  # fmt: skip
+        index_of_kernel = index.setdefault(key, len(index))
+        if index_of_kernel == len(kernels):
+            kernels.append(kernel)
         if kernel.unit:
             inside[phase] = True
             part = kernel.unit + 1
         else:
             part = _BACK if inside[phase] == (phase == FORWARD) else _FRONT
-        parts[part][phase][place] += 1
-    shapes = np.array([k.shape or (0, 0, 0, 0) for k in kept], dtype=np.int64).reshape(-1, 4)
+        parts[part][phase][index_of_kernel] += 1
+    shapes = np.array([k.shape or (0, 0, 0, 0) for k in kernels], dtype=np.int64).reshape(-1, 4)
     sorts: dict[object, int] = {}
     of = [sorts.setdefault(tuple(frozenset(c.items()) for c in both), len(sorts)) for both in parts]
-    counts = np.zeros((len(sorts), 2, len(kept)))
+    counts = np.zeros((len(sorts), 2, len(kernels)))
     for sort, both in zip(of, parts, strict=True):
         for phase in (FORWARD, BACKWARD):
-            for place, count in both[phase].items():
-                counts[sort, phase, place] = count
+            for index_of_kernel, count in both[phase].items():
+                counts[sort, phase, index_of_kernel] = count
     return _Kernels(
-        np.array([_KINDS.index(k.kind) for k in kept]),
-        tuple(_computes_in(k) for k in kept),
-        np.array([k.flops if k.kind != "other" else 0.0 for k in kept]),
-        np.array([k.bytes for k in kept]),
+        np.array([_KINDS.index(k.kind) for k in kernels]),
+        tuple(_computes_in(k) for k in kernels),
+        np.array([k.flops if k.kind != "other" else 0.0 for k in kernels]),
+        np.array([k.bytes for k in kernels]),
         shapes,
-        _token_column(kept),
-        np.array([k.split for k in kept], dtype=bool),
-        np.array([_sequence(k) for k in kept], dtype=bool),
-        np.array([k.expert for k in kept], dtype=bool),
-        np.array([k.phase == "backward" for k in kept], dtype=bool),
-        np.array([k.again for k in kept], dtype=bool),
-        np.array([k.name == CAST for k in kept], dtype=bool),
+        _token_column(kernels),
+        np.array([k.split for k in kernels], dtype=bool),
+        np.array([_sequence(k) for k in kernels], dtype=bool),
+        np.array([k.expert for k in kernels], dtype=bool),
+        np.array([k.phase == "backward" for k in kernels], dtype=bool),
+        np.array([k.recomputed for k in kernels], dtype=bool),
+        np.array([k.name == CAST for k in kernels], dtype=bool),
         counts,
         np.array(of),
     )
@@ -206,8 +206,10 @@ class StepTimer:
         self._element = np.array([_BYTES.get(dtype, 2) for dtype in self._dtypes], dtype=float)
         batch, m, n, k = one.shape.astype(float).T
         # A convolution reads less than the product that it is: its columns overlap.
-        whole = np.maximum(1.0, batch * (m * k + k * n + m * n) * np.array([_BYTES.get(name, 2) for name in one.dtype]))
-        self._read = np.minimum(1.0, one.bytes / whole)
+        all_bytes = np.maximum(
+            1.0, batch * (m * k + k * n + m * n) * np.array([_BYTES.get(name, 2) for name in one.dtype])
+        )
+        self._read = np.minimum(1.0, one.bytes / all_bytes)
         # A row of `counts` stands for one unit of that sort: weighed by how many there are.
         passes = np.tensordot(np.bincount(one.sorts, minlength=len(one.counts)).astype(float), one.counts, 1)
         main = Counter[str]()
@@ -278,7 +280,7 @@ class StepTimer:
     def parts(self, layout: Layout) -> tuple[Array, Array, Array]:
         """Seconds of one micro-batch: of each part (in front, behind, units) forward and backward.
 
-        Then the kernels of each, and the seconds of its backward pass that compute something again.
+        Then the kernels of each, and the seconds of its backward pass that recompute something.
         """
         one, mesh, fitted = self._kernels, layout.mesh, self.calibration
         tensor, context = mesh.tensor, mesh.context
@@ -313,13 +315,13 @@ class StepTimer:
         seconds = np.maximum(arithmetic, traffic / self._bandwidth) + cast / self._bandwidth
         seconds = seconds + self.calibration.kernel_us * 1e-6 * np.where(one.kind == 2, self.stack.traffic, 1.0)
         by_sort = one.counts @ seconds
-        again = one.counts[:, BACKWARD] @ (seconds * one.again)
-        return by_sort[one.sorts], one.counts.sum(2)[one.sorts], again[one.sorts]
+        recomputation = one.counts[:, BACKWARD] @ (seconds * one.recomputed)
+        return by_sort[one.sorts], one.counts.sum(2)[one.sorts], recomputation[one.sorts]
 
     def time(self, layout: Layout) -> StepTime:
         """The time of one optimizer step under a layout."""
         fitted, stack, mesh = self.calibration, self.stack, layout.mesh
-        parts, launches, again = self.parts(layout)
+        parts, launches, recomputation = self.parts(layout)
         tensor = self._tensor(layout)
         context = self._context(layout, parts)
         expert = self._expert(layout, parts)
@@ -360,7 +362,7 @@ class StepTimer:
         return StepTime(
             seconds,
             compute * micro,
-            float(share @ again) * micro,
+            float(share @ recomputation) * micro,
             {name: value for name, value in sent.items() if value > 0},
             bubble,
             optimizer,
@@ -503,14 +505,14 @@ class StepTimer:
         micro = layout.accumulation
         if sharded == "full" or (sharded == "gradients" and layout.strategy != "deepspeed"):
             gathers = over("all_gather", plain * narrow, experts * narrow)
-            again = gathers if sharded == "full" else np.zeros_like(gathers)
+            regathers = gathers if sharded == "full" else np.zeros_like(gathers)
             each = micro if self.stack.reduce_each else 1
-            total = micro * (gathers.sum() + again.sum()) + each * gradients.sum()
+            total = micro * (gathers.sum() + regathers.sum()) + each * gradients.sum()
             ahead = gathers[0] + np.maximum(0, gathers[1:] - forward[:-1]).sum()
-            behind = np.maximum(0, again + gradients - backward).sum()
-            light = np.maximum(0, again - backward).sum()
-            if layout.whole:  # one unit: nothing runs before it is there, nor while it is reduced
-                ahead, behind, light = gathers.sum(), again.sum() + gradients.sum() - gradients[0], again.sum()
+            behind = np.maximum(0, regathers + gradients - backward).sum()
+            light = np.maximum(0, regathers - backward).sum()
+            if layout.one_unit:  # one unit: nothing runs before it is there, nor while it is reduced
+                ahead, behind, light = gathers.sum(), regathers.sum() + gradients.sum() - gradients[0], regathers.sum()
             exposed = micro * ahead + each * behind + (micro - each) * light + gradients[0]
             # What is gathered is copied out of the buffer, what is reduced is cast and copied into one.
             gathered = float(((plain + experts) * narrow).sum()) * (2 if sharded == "full" else 1)

@@ -56,7 +56,7 @@ class Work:
     optimizers: Callable[[nn.Module], Iterable[Optimizer]] = lambda model: (torch.optim.AdamW(model.parameters()),)
     precision: str = "32-true"
     """As `trainer.precision`: `bf16-mixed` computes under autocast, `bf16-true` keeps everything in it; `bf16-cast` is
-    what FSDP2's `mixed_precision` does: parameters are kept as they are and cast when they are gathered."""
+    what FSDP2's `mixed_precision` does: parameters stay as they are and are cast when they are gathered."""
     device: str = "cuda"
     """Whose operators the step calls: `cuda` or `cpu`."""
     plan: Callable[[nn.Module], Mapping[str, str]] = lambda model: {}
@@ -72,7 +72,7 @@ def trace_rows(work: Work, rows: int) -> tuple[Profile, Profile | None]:
     """The profile of one step, and that of twice as many rows, between which and beyond which sizes lie on a line.
 
     The step is traced once, with a prime number of rows by which no size of the model can be divided: what that prime
-    divides is what grows with the rows. None in place of the second: how many tensors there are, or their sizes, follow
+    divides is what grows with the rows. None instead of the second: how many tensors there are, or their sizes, follow
     from the numbers in the batch.
 
     Args:
@@ -103,7 +103,7 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
             low = _low(work.precision)
             if low is not None and work.precision.endswith("-true"):
                 _cast(model, low)
-            kept = [p.untyped_storage().nbytes() for p in model.parameters()]  # by the run, if the step casts them
+            saved = [p.untyped_storage().nbytes() for p in model.parameters()]  # by the run, if the step casts them
             if low is not None and work.precision.endswith("-cast"):
                 _cast(model, low)
             model.train()
@@ -115,7 +115,7 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
         if prime:
             batch = with_samples(batch, rows or 1, prime)
         batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), batch)
-        with _Step(model, values, kept, work.plan(model), prime) as step:
+        with _Step(model, values, saved, work.plan(model), prime) as step:
             with ExitStack() as stack:
                 stack.enter_context(Finite())
                 if work.device == "cuda":
@@ -195,7 +195,7 @@ def _entered(one: Any, fake: FakeTensorMode, values: KnownValues, low: torch.dty
 
 
 def _as_on_cuda(optimizer: Optimizer) -> None:
-    """Torch's optimizers update all parameters at once on a GPU, unless they are told otherwise."""
+    """Torch's optimizers update all parameters at once on a GPU, unless set otherwise."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
@@ -243,7 +243,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a step, and the storages that they make."""
 
     def __init__(
-        self, model: nn.Module, values: KnownValues, kept: list[int], plan: Mapping[str, str], prime: int
+        self, model: nn.Module, values: KnownValues, saved: list[int], plan: Mapping[str, str], prime: int
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.values, self._prime = model, values, prime
@@ -256,11 +256,11 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._experts = {id(one) for one in _experts(model)}
         self._stack: list[tuple[int, int, bool]] = []
         self._sequences: list[int] = []
-        self._places: list[tuple[int, bool]] = []
+        self._positions: list[tuple[int, bool]] = []
         self._here = (0, False)
         self._lives: dict[int, _Life] = {}
         self._all: list[_Life] = []
-        self._kept = dict(zip(map(id, model.parameters()), kept, strict=True))
+        self._saved = dict(zip(map(id, model.parameters()), saved, strict=True))
         self._plan = plan
         self._width = 0
         self._parameters = self._note_parameters()
@@ -328,7 +328,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = sum(one.numel() * one.element_size() for one in _tensors(output))
             self._width = max(self._width, size)
 
-    def _place(self) -> tuple[int, bool]:
+    def _position(self) -> tuple[int, bool]:
         """The unit whose operator this is, and whether it is an expert's."""
         if self._stack:
             return self._stack[-1][0], self._stack[-1][2]
@@ -340,7 +340,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = node._sequence_nr()
         if number < (1 << 60):  # not the accumulation of a gradient, which has none
             at = bisect_right(self._sequences, number) - 1
-            self._here = self._places[at] if at >= 0 else (0, False)
+            self._here = self._positions[at] if at >= 0 else (0, False)
         return self._here
 
     # What is called
@@ -349,12 +349,12 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        unit, expert = self._place()
+        unit, expert = self._position()
         if self.phase == "forward" and torch.is_grad_enabled():
             number = torch.autograd._get_sequence_nr() - 1
             if not self._sequences or number > self._sequences[-1]:
                 self._sequences.append(number)
-                self._places.append((unit, expert))
+                self._positions.append((unit, expert))
         try:
             out = self.values.call(func, args, kwargs)
         except (UnknownValueError, DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -389,7 +389,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own = self._lives[_key(outs[3])]
             own.bytes = 64 * outs[0].numel()
             own.doubled = own.bytes * (self._times(outs[0].numel()) if self._prime else 1)
-        if name == "convolution_backward":  # the library computes a weight's gradient in a layout of its own first
+        if name == "convolution_backward":  # the library computes a weight's gradient in another layout first
             size = float(max((_bytes(one) for one in ins[2:3]), default=0))
             bare = _Life(int(size), int(size), index, unit, "activation", state, expert, index, maker="workspace")
             self._all.append(bare)
@@ -534,7 +534,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameters=sum(p.numel() for p in own) - sum(p.numel() for p in experts),
             expert_parameters=sum(p.numel() for p in experts),
             trainable=sum(p.numel() for p in own if p.requires_grad),
-            parameter_bytes=sum(self._kept[id(p)] for p in own),
+            parameter_bytes=sum(self._saved[id(p)] for p in own),
             split_parameters=sum(
                 p.numel() for p in own if self._parameters[id(p)][1] and not self._parameters[id(p)][2]
             ),
@@ -575,9 +575,9 @@ def _arithmetic(name: str, args: Any, outs: list[Tensor]) -> tuple[float, tuple[
     if name in _CONVOLUTIONS:
         backward = name.endswith("backward")
         weight, result = (args[2], args[0]) if backward else (args[1], outs[0])
-        n, k, places = weight.shape[0], prod(weight.shape[1:]), result.numel() // max(1, result.shape[1])
-        products = sum(args[-1][:2]) if backward else 1  # the gradients that are asked for
-        return 2.0 * products * places * n * k, (products, places, n, k)
+        n, k, positions = weight.shape[0], prod(weight.shape[1:]), result.numel() // max(1, result.shape[1])
+        products = sum(args[-1][:2]) if backward else 1  # the requested gradients
+        return 2.0 * products * positions * n * k, (products, positions, n, k)
     if name.startswith(_RECURRENT):  # a layer of an LSTM: inputs, and the weights of inputs and of states
         products, positions = 2 if name.endswith("backward") else 1, prod(args[0].shape[:2])
         n, k = args[1].shape[0], args[1].shape[1] + args[2].shape[1]

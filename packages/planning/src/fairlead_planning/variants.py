@@ -1,4 +1,4 @@
-"""The profile of a step with another number of rows, or with activations that are computed again."""
+"""The profile of a step with another number of rows, or with activations that are recomputed."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def _shape(sizes: Iterable[int]) -> tuple[int, int, int, int]:
 
 
 def checkpointed(profile: Profile, mode: Checkpointing) -> Profile:
-    """The profile if each unit keeps only its input, and the rest is computed again before its backward pass.
+    """The profile if each unit keeps only its input, and the rest is recomputed before its backward pass.
 
-    With `selective` the results of matrix products and attention are kept as well.
+    With `selective` the results of matrix products and attention are saved as well.
     """
     if mode == "none" or profile.checkpointing != "none":
         return profile
     kernels, end = profile.kernels, len(profile.kernels)
-    kept_kinds = ("matmul", "attention") if mode == "selective" else ()
+    saved_kinds = ("matmul", "attention") if mode == "selective" else ()
     first_backward = next((i for i, k in enumerate(kernels) if k.phase != "forward"), end)
     # Recomputation stops behind the last operator of which the backward pass needs something (torch's `early_stop`).
     last: dict[int, int] = {}
@@ -80,25 +80,25 @@ def checkpointed(profile: Profile, mode: Checkpointing) -> Profile:
             unit = kernels[one.born].unit
             reader = kernels[one.forward].unit if one.forward >= 0 else unit
             last[unit] = max(last.get(unit, -1), one.born if reader == unit else -1)
-    again: dict[int, list[int]] = {}
+    recomputed: dict[int, list[int]] = {}
     start: dict[int, int] = {}
     for index, kernel in enumerate(kernels):
         if kernel.unit == 0:
             continue
         if kernel.phase == "forward":
-            if kernel.kind not in kept_kinds and index <= last.get(kernel.unit, -1):
-                again.setdefault(kernel.unit, []).append(index)
+            if kernel.kind not in saved_kinds and index <= last.get(kernel.unit, -1):
+                recomputed.setdefault(kernel.unit, []).append(index)
         elif kernel.phase == "backward":
             start.setdefault(kernel.unit, index)
     at: dict[int, list[int]] = {}
     for unit, index in start.items():
-        at.setdefault(index, []).extend(again.get(unit, ()))
+        at.setdefault(index, []).extend(recomputed.get(unit, ()))
     order: list[Kernel] = []
     now, second = [0] * (end + 1), {}
     for index, kernel in enumerate(kernels):
         for repeated in at.get(index, ()):
             second[repeated] = len(order)
-            order.append(replace(kernels[repeated], phase="backward", again=True))
+            order.append(replace(kernels[repeated], phase="backward", recomputed=True))
         now[index] = len(order)
         order.append(kernel)
     now[end] = len(order)

@@ -35,7 +35,7 @@ AXES: Final = {
         requires=("fairlead-hpc-signals",),
         also=("requeue", "requeue"),
     ),
-    "requeue": Axis("a file for the daemon that starts jobs again"),
+    "requeue": Axis("a file for the daemon that restarts jobs"),
     "checkpoint_io": Axis("checkpoints as folders of NumPy's files", ("fairlead-checkpoint-io", *_TORCH, "numpy")),
     "submitter": Axis(
         "a scheduler that `fairlead submit` hands jobs to", requires=("fairlead-runs", "fairlead-launch")

@@ -16,7 +16,7 @@ from fairlead_checkpoint_io.commands.states import only_weights, read_any
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
-    """Reads A, writes B in the format that was asked for."""
+    """Reads A, writes B in the requested format."""
     to = _written(arguments.to, session)
     with source_and_target(arguments.a, arguments.b, session, overwrite=arguments.overwrite, where="B") as (
         source,
@@ -59,7 +59,7 @@ def _written(name: str, session: Session) -> CheckpointFormat:
 
 
 def _write(to: CheckpointFormat, state: dict[str, Any], target: Path, source: Source) -> list[str]:
-    """Writes durably, whole or not at all; gives what the format could not hold."""
+    """Writes durably, completely or not at all; gives what the format could not hold."""
     left_out: list[str] = []
     write_at_once(
         target,

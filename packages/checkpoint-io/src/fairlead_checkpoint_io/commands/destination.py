@@ -87,7 +87,7 @@ def write_at_once(target: Path, write: Callable[[Path], object], *, folder: bool
         raise failed from error
     except (FairleadError, MemoryError):
         raise
-    except Exception as error:  # torch and safetensors have errors of their own for a full disk
+    except Exception as error:  # torch and safetensors raise their own errors for a full disk
         raise CheckpointError(
             f"cannot write {target.name}", where=str(target), why=f"{type(error).__name__}: {error}"
         ) from error

@@ -93,7 +93,7 @@ def _same(x: Any, y: Any) -> bool:
         return True
     try:
         return bool(x == y)
-    except (TypeError, ValueError, RuntimeError):  # an object with an equality of its own
+    except (TypeError, ValueError, RuntimeError):  # an object whose equality raises or is no bool
         return False
 
 
@@ -124,7 +124,7 @@ def _number(value: float | str) -> str:
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
-# -- every tensor and value under a name; tensors are read when they are asked for
+# -- every tensor and value under a name; tensors are read lazily
 
 
 @dataclass(frozen=True)

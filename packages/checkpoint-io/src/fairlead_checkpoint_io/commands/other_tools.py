@@ -63,7 +63,7 @@ def read_deepspeed(folder: Path, trust: Sequence[str]) -> dict[str, Any]:
             fix="is the file of every rank there? Use another checkpoint",
         ) from error
     state = {key: value for key, value in saved.items() if key not in _OF_THE_ENGINE}
-    # DeepSpeed forgets frozen weights of stage 1, though they are there, whole; stage 3 has empty ones in their place.
+    # DeepSpeed forgets frozen weights of stage 1, though they are there in full; stage 3 has empty ones instead.
     for name, tensor in saved.get("module", {}).items():
         if name not in weights and isinstance(tensor, torch.Tensor) and tensor.numel() > 0:
             weights[name] = tensor.float() if tensor.is_floating_point() else tensor

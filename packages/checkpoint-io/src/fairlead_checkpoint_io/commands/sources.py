@@ -91,7 +91,7 @@ def checkpoints_folder(path: Path, formats: tuple[CheckpointFormat, ...]) -> Pat
     if not path.is_dir() or kind_of_folder(path, formats) is not None:
         return None
     if any(NAME.fullmatch(name) or name.endswith(".ckpt") for name in names_in(path)):
-        return path  # also a run as it is kept on a store
+        return path  # also a run on a store
     inner = path / "checkpoints"
     return inner if is_run(path) or inner.is_dir() else path
 

@@ -248,7 +248,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, described: Mapping[str
     tensors = dict(_own_memory((str(name), v) for name, v in weights.items() if isinstance(v, torch.Tensor)))
     if not tensors:
         raise CheckpointError("there are no tensors to write", where=str(path))
-    # It treats tied ones as a module's, and asks for nothing else of a module: one is kept, the others are noted.
+    # It treats tied ones as a module's, and needs nothing else of a module: one stays, the others are noted.
     given: Any = SimpleNamespace(state_dict=lambda: dict(tensors))
     texts = {str(key): str(value) for key, value in described.items() if value is not None and str(key) not in tensors}
     try:

@@ -27,7 +27,7 @@ class DistributedCheckpointIOConfig(FileCheckpointIOConfig):
     saves_shards: ClassVar[bool] = True
     background: bool = False
     """Return once each rank has copied its part to host memory, and write in a thread. It needs host memory for
-    `max_in_flight` copies of that part; they are kept for the next save."""
+    `max_in_flight` copies of that part; they are reused for the next save."""
     max_in_flight: int = Field(default=1, ge=1)
     """With `background`: saves that may be unfinished at a time; the next one waits."""
     timeout: Duration = Field(timedelta(minutes=30), gt=timedelta(0))

@@ -94,7 +94,7 @@ class DistributedCheckpointIO(BackgroundCheckpointIO):
             save(target, ranks, agreed, lambda: on_host(part(layout, agreed, ranks)).state, lambda hashes: None)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a directory or file as a whole; one that is gone already is no error."""
+        """Deletes a file or a complete directory; one that is gone already is no error."""
         if self._config.background:
             super().remove_checkpoint(path)
         else:

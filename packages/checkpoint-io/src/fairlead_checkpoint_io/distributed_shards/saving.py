@@ -1,6 +1,6 @@
-"""Who writes what, and how: planned once by torch's planner, then written again and again.
+"""Who writes what, and how: planned once by torch's planner, then reused for every save.
 
-The ranks talk about a save over groups of their own, so that nothing of the training comes in between.
+The ranks talk about a save over separate groups, so that nothing of the training comes in between.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ranks:
     """A gloo group of all ranks; nothing where there is one rank, or this one does it all (`single`).
 
     An error of one rank is raised on all of them, and so is the loss of a rank.  With `overlapping` the thread that
-    trains may talk while the one that writes does: each gets a group of its own, at a socket for every other rank.
+    trains may talk while the one that writes does: each gets a separate group, at a socket for every other rank.
     """
 
     def __init__(self, timeout: timedelta, *, single: bool = False, overlapping: bool = False) -> None:
@@ -165,7 +165,7 @@ class Written(NamedTuple):
 def agree(make: Callable[[], Layout], ranks: Ranks, before: Agreed | None) -> tuple[Layout, Agreed]:
     """Takes this rank's checkpoint apart, and says who writes what: each part once, by the rank with least to write.
 
-    The plan of the save before is kept while no rank's state has changed its form; then it costs one small message.
+    The plan of the save before is reused while no rank's state has changed its form; then it costs one small message.
     """
     made: list[tuple[Layout, tuple[object, ...]]] = []
 
@@ -269,7 +269,7 @@ def _write(folder: Path, rank: int, plan: SavePlan, values: Mapping[str, Any]) -
             start = file.tell()
             value = values[item.index.fqn]
             if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
-                value = value.clone()  # torch.save writes the whole storage of a view
+                value = value.clone()  # torch.save writes the full storage of a view
             archives.add(value)
             parts[item.index] = _StorageInfo(name, start, file.tell() - start)
 

@@ -1,4 +1,4 @@
-"""The formats of `fairlead export`: how each is written, read and run again, and compared with Python."""
+"""The formats of `fairlead export`: how each is written, read back, run and compared with Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLACES: Final = re.compile(r'File "([^"]+\.py)", line (\d+)|(\S+\.py)\((\d+)\)|
 _JIT: Final[Any] = torch.jit  # has no types
 
 Loaded = Callable[[Sequence[Tensor]], list[Tensor]]
-"""An exported file, read again: from the inputs to the outputs, in their order."""
+"""An exported file, read back: from the inputs to the outputs, in their order."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Export:
         with silent() as caught:
             write()
         of_a_trace = [one for one in caught if issubclass(one.category, torch.jit.TracerWarning)]
-        said = (f"{one.filename}:{one.lineno}: {str(one.message).split('. ')[0]}" for one in of_a_trace)
-        self.notes += dict.fromkeys(said)
+        warnings_of_trace = (f"{one.filename}:{one.lineno}: {str(one.message).split('. ')[0]}" for one in of_a_trace)
+        self.notes += dict.fromkeys(warnings_of_trace)
 
     def read(self, path: Path) -> tuple[Loaded, str]:
         """The file as a function, and the document in it."""
@@ -67,25 +67,25 @@ class Export:
 
     def _refused(self, error: Exception) -> UserCodeError:
         cause: BaseException = error
-        told = str(error)
+        text = str(error)
         while cause.__cause__ is not None:
             cause = cause.__cause__
-            told += f"\n{cause}"
+            text += f"\n{cause}"
         lines = [line.rstrip() for line in str(cause).splitlines() if line.strip()] or [""]
         return UserCodeError(
             f"the model cannot be exported to {self.to}",
-            where=self._place(cause, told),
+            where=self._location(cause, text),
             why="\n".join([f"{type(cause).__name__}: {lines[0]}", *lines[1:_SHOWN]]),
             fix="change that line, export a part without it (--part NAME), or use another format; --fixed-batch where "
             "the batch size is a constant",
         )
 
-    def _place(self, error: BaseException, told: str) -> str | None:
+    def _location(self, error: BaseException, text: str) -> str | None:
         """The user's line that an exporter was at: of the traceback, or what its message quotes."""
         frame = user_frames(error, self.root)[-1:]
         if frame and self.is_users(frame[0].filename):
             return f"{frame[0].filename}:{frame[0].lineno}, in {frame[0].name}: {frame[0].line}"
-        quoted = [[part for part in at if part] for at in _PLACES.findall(told)]
+        quoted = [[part for part in at if part] for at in _PLACES.findall(text)]
         return next((f"{file}:{line}" for file, line in reversed(quoted) if self.is_users(file)), None)
 
     def is_users(self, file: str) -> bool:
@@ -226,7 +226,7 @@ def compare(export: Export, path: Path, tolerance: float) -> dict[str, Any]:
         try:
             with torch.no_grad():
                 found = function(given)
-        except Exception as error:  # onnxruntime and TorchScript have errors of their own
+        except Exception as error:  # onnxruntime and TorchScript raise their own errors
             why = str(error).strip().splitlines()[-1]
             raise _refused(export, f"the exported model cannot run {where}", where, why) from error
         for value, one, other in zip(interface.outputs, found, wanted, strict=True):

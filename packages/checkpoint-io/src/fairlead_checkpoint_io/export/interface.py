@@ -115,7 +115,7 @@ def interface_of(
 ) -> Interface:
     """The module as exporters need it, for any batch size or, where `fixed`, that of the sample `call`.
 
-    torch.export takes a size of 1 for a constant, so the sample is given two rows.  `names` has those that are asked
+    torch.export takes a size of 1 for a constant, so the sample is given two rows.  `names` has those that are given
     for, separated by commas.  `ConfigError`: it takes or gives no tensor, or the names are not right; `UserCodeError`:
     it cannot run the sample, or another batch size.
     """
@@ -163,7 +163,7 @@ def _called(module: Callable[..., Any], inputs: list[Tensor], root: CodeRoot, wh
 
 
 def _resized(tensor: Tensor, rows: int) -> Tensor:
-    """The first rows of a tensor, or all of them again and again."""
+    """The first rows of a tensor, repeated where there are fewer."""
     return tensor[torch.arange(rows) % tensor.shape[0]]
 
 
@@ -174,8 +174,8 @@ def _name(path: Sequence[Any], otherwise: str = "") -> str:
     return ".".join(keys if keys and not keys[0].isdecimal() else [otherwise, *keys])
 
 
-def _named(kind: str, asked: Mapping[str, str | None], own: list[str]) -> list[str]:
-    text = asked[kind]
+def _named(kind: str, given: Mapping[str, str | None], own: list[str]) -> list[str]:
+    text = given[kind]
     if text is None:
         return own
     names = [name.strip() for name in text.split(",")]

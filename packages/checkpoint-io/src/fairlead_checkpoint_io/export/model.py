@@ -105,14 +105,16 @@ def _made(spec: Mapping[str, Any], root: CodeRoot, where: str) -> nn.Module:
                 model.trainer.strategy.name = "single_device"  # what a `configure_model` asks for
                 model.configure_model()
         except Exception as error:
-            fix = "have it leave the model whole where there is one rank, or name what makes it: --model module:factory"
+            fix = (
+                "have it leave the model unsplit where there is one rank, or name what makes it: --model module:factory"
+            )
             raise user_error("configure_model failed, in one process", error, root, where=where, fix=fix) from error
     return _unwrapped(cast("nn.Module", model))
 
 
 @contextmanager
 def silent() -> Iterator[list[warnings.WarningMessage]]:
-    """Lightning and exporters print, log and warn of much that a user of ours has not asked for; gives the warnings."""
+    """Lightning and exporters print, log and warn of much that is of no use here; gives the warnings."""
     printed = io.StringIO()
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(printed), redirect_stderr(printed):
         warnings.simplefilter("always")
@@ -163,8 +165,8 @@ def _of_model(model: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]
     if not names or names[0] in weights:
         return weights
     before = [name.removesuffix(names[0]) for name in weights if name.endswith(f".{names[0]}")]
-    whole = [one for one in before if all(one + name in weights for name in names)]
-    trained = [one for one in whole if one.removesuffix(_AVERAGED) + _COUNT not in weights]
+    complete = [one for one in before if all(one + name in weights for name in names)]
+    trained = [one for one in complete if one.removesuffix(_AVERAGED) + _COUNT not in weights]
     return {name: weights[trained[0] + name] for name in names} if len(trained) == 1 else weights
 
 
@@ -183,7 +185,7 @@ def part_of(built: Built, name: str | None) -> nn.Module:
 
 
 def averaged(state: Mapping[str, Any], weights: Mapping[str, Any], name: str, where: str) -> tuple[dict[str, Any], str]:
-    """The weights with those of an average in place of the trained ones, and what that average is called.
+    """The weights with those of an average instead of the trained ones, and what that average is called.
 
     `name` is the end of its name; "": the only one.  `CheckpointError`: there is none, or there are several.
     """
@@ -219,7 +221,7 @@ def _averages(state: Mapping[str, Any], weights: Mapping[str, Any]) -> Iterator[
 
 
 def _mappings(value: Any, path: tuple[str, ...], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The mappings in a state at any place, by the names that lead there."""
+    """The mappings in a state at any depth, by the names that lead there."""
     if not isinstance(value, Mapping) or depth > _DEPTH:
         return
     if path and all(isinstance(key, str) for key in value):

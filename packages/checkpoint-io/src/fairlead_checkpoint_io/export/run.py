@@ -34,7 +34,7 @@ _ONNX: Final = ("onnx", "onnxscript", "onnxruntime")
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
-    """Reads the checkpoint, builds its model, writes the file, reads that again, compares, and reports."""
+    """Reads the checkpoint, builds its model, writes the file, reads it back, compares, and reports."""
     missing = [requirement(one) for one in _ONNX if not session.plugins.is_installed(one)]
     if arguments.to == "onnx" and missing:
         raise MissingDependencyError(f"--to onnx needs {', '.join(missing)}", fix=install_line("onnx"))
@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
                 fix="name what makes it, --model module:factory, and a sample input, --sample FILE; "
                 "--to safetensors holds the weights alone",
             )
-        said = {"file": str(target), "to": arguments.to, "from": source.location, "why": why}
-        _say({**said, "size": target.stat().st_size, **document}, arguments, session)
+        result = {"file": str(target), "to": arguments.to, "from": source.location, "why": why}
+        _say({**result, "size": target.stat().st_size, **document}, arguments, session)
     return 0
 
 
@@ -94,7 +94,7 @@ def _source(text: str, session: Session) -> Iterator[tuple[Source, str]]:
 
 
 def _write(export: Export, target: Path, tolerance: float) -> dict[str, Any]:
-    """Writes under the final name, which exporters look at, compares, and only then moves it to its place."""
+    """Writes under the final name, which exporters look at, compares, and only then moves it to its path."""
     found: dict[str, Any] = {}
 
     def fill(staged: Path) -> None:
@@ -152,23 +152,23 @@ def _plain(value: Any, where: str) -> Any:
     return value
 
 
-def _say(said: Mapping[str, Any], arguments: argparse.Namespace, session: Session) -> None:
+def _say(result: Mapping[str, Any], arguments: argparse.Namespace, session: Session) -> None:
     if arguments.json:
-        session.print_json(said)
+        session.print_json(result)
         return
-    more = f", {said['why']}" * bool(said["why"]) + f", averaged: {said['average']}" * bool(said["average"])
-    file = shown_path(Path(said["file"]), session.cwd)
-    place = said["from"] if "://" in said["from"] else shown_path(Path(said["from"]), session.cwd)
-    session.print(f"{file}: {said['to']}, {size_text(said['size'])}, of {place}{more}")
+    more = f", {result['why']}" * bool(result["why"]) + f", averaged: {result['average']}" * bool(result["average"])
+    file = shown_path(Path(result["file"]), session.cwd)
+    origin = result["from"] if "://" in result["from"] else shown_path(Path(result["from"]), session.cwd)
+    session.print(f"{file}: {result['to']}, {size_text(result['size'])}, of {origin}{more}")
     for kind in ("inputs", "outputs"):
-        for one in said.get(kind, ()):
+        for one in result.get(kind, ()):
             session.print(f"{kind[:-1]:<12}{Value(**one)}")
-    for name, each in said["normalization"].items():
+    for name, each in result["normalization"].items():
         session.print(f"{'constants':<12}{name}: {', '.join(each)}")
-    if "difference" in said:
-        most = f"{said['difference']:.3g} at most ({said['output']})" if said["difference"] else "none"
-        batches = [str(rows) for rows in said["batches"]]
+    if "difference" in result:
+        most = f"{result['difference']:.3g} at most ({result['output']})" if result["difference"] else "none"
+        batches = [str(rows) for rows in result["batches"]]
         at = f", with batches of {', '.join(batches[:-1])} and {batches[-1]}" if batches else ", with the sample"
         session.print(f"{'difference':<12}from Python's: {most}{at}")
-    for note in said.get("notes", ()):
+    for note in result.get("notes", ()):
         session.warn(f"note: {note}")

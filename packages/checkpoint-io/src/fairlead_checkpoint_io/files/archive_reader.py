@@ -47,7 +47,7 @@ class ArchiveReader(io.RawIOBase):
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="fairlead-read")
 
     def damaged_record(self) -> str | None:
-        """The name of a record that does not match its checksum; records that nobody has read are read now."""
+        """The name of a record that does not match its checksum; unread records are read now."""
         if not self._verify:
             return None
         while self._unread and self._damaged is None:

@@ -83,7 +83,7 @@ def _layout_is_known() -> bool:
 class _Sink:
     """Passes on what torch writes, field by field, until the first error and no longer than the save lasts.
 
-    After an error torch's writer goes on, and once more when it is collected: by then the number of the file
+    After an error torch's writer continues, and once more when it is collected: by then the number of the file
     descriptor may belong to another file.
     """
 

@@ -23,8 +23,8 @@ log = logging.getLogger("fairlead.checkpoint_io")
 class Background:
     """Buffers, and one thread that writes what was copied into them, in order.
 
-    Both are made by the first save, and again by the first one after `close`, or in another process.  Python waits for
-    the thread when the interpreter ends, so a save that was accepted is finished even when nobody calls `close`.
+    Both are made by the first save, and by the first one after `close`, or in another process.  Python waits for
+    the thread when the interpreter ends, so a save that was accepted is finished even without `close`.
     """
 
     def __init__(self, max_in_flight: int) -> None:
@@ -78,7 +78,7 @@ class Background:
 
         def run() -> None:
             if self._last_save_failed:
-                log.warning("%s is kept: the checkpoint after it was not written", path)
+                log.warning("%s is retained: the checkpoint after it was not written", path)
                 return
             try:
                 remove()
@@ -128,7 +128,7 @@ class Background:
 
     def _begin(self) -> None:
         self._thread = threading.get_ident()
-        if sys.platform == "linux":  # elsewhere threads have no priority of their own
+        if sys.platform == "linux":  # elsewhere threads have no priorities
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICER))
 

@@ -66,7 +66,7 @@ def damaged(path: Path, why: str) -> CheckpointError:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """The error of a checkpoint that torch cannot load, nobody knows why."""
+    """The error of a checkpoint that torch cannot load for an unknown reason."""
     why, fix = first_line(error), "resume from another checkpoint"
     return CheckpointError("the checkpoint cannot be loaded", where=str(path), why=why, fix=fix)
 

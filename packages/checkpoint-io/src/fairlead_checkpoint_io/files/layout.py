@@ -28,7 +28,7 @@ _OPTIMIZERS: Final = "optimizer_states"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value that is written as a whole: anything but a dense tensor."""
+    """A value that is written as one: anything but a dense tensor."""
 
     value: Any
 
@@ -155,7 +155,7 @@ def _holds_shards(value: Any) -> bool:
 
 
 def from_layout(values: Mapping[KeyPath, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts leaves, in their order, and the rest together again, with numbers for the optimizers' parameters."""
+    """Rebuilds a state from its leaves, in their order, and the rest, with numbers for the optimizers' parameters."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         set_element(tree, path, value)

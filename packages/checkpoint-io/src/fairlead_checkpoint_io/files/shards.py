@@ -185,7 +185,7 @@ class Shards:
         strict: bool = True,
         check: Callable[[set[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """Entries by their names (None: all), each whole unless `place` gives a tensor for a part of it.
+        """Entries by their names (None: all), each in full unless `place` gives a tensor for a part of it.
 
         `check` is called with the names of the files before they are read.  Damaged bytes raise anything.
         """

@@ -4,7 +4,7 @@
 one holds a string twice and the other two equal strings, as before and after a resume.  So strings are made one object
 per value, tuples one for each time they occur; lists, dicts and tensors that are shared stay so: that has a meaning.
 
-Copies from GPUs go on while the next step computes.
+Copies from GPUs continue while the next step computes.
 
 Only the states of optimizers are copied so, most of what Adam's checkpoints hold: nothing but the step of their
 optimizer changes them, so that one hook is enough.  Weights and buffers are copied before the GPU computes on.
@@ -123,7 +123,7 @@ _LIBC: Final = ctypes.CDLL(None)
 
 
 class Arena:
-    """The buffers of one save, kept by exact size; page-locked ones (`pin`) are faster, but slow to allocate."""
+    """The buffers of one save, by exact size; page-locked ones (`pin`) are faster, but slow to allocate."""
 
     def __init__(self, *, pin: bool, overlap: OverlappedCopies | None = None) -> None:
         self._pin = pin
@@ -216,7 +216,7 @@ class Snapshot(NamedTuple):
 
 
 def on_host(state: dict[str, Any]) -> Snapshot:
-    """For a save that ends before the loop goes on: what is on a device is copied, the rest is shared."""
+    """For a save that ends before the loop continues: what is on a device is copied, the rest is shared."""
     arena = Arena(pin=False)
     snapshot = _run(_Copier(arena, everything=False), state)
     arena.synchronize()
@@ -224,7 +224,7 @@ def on_host(state: dict[str, Any]) -> Snapshot:
 
 
 def copied(state: dict[str, Any], arena: Arena) -> Snapshot:
-    """For a save that goes on while the loop does; the bytes from GPUs are there after `arena.synchronize()`."""
+    """For a save that runs while the loop does; the bytes from GPUs are there after `arena.synchronize()`."""
     return _run(_Copier(arena, everything=True), state)
 
 

@@ -67,7 +67,7 @@ def _profiled_arguments(parser: argparse.ArgumentParser) -> None:
 def load_requested(
     arguments: argparse.Namespace, session: Session, overrides: Sequence[str] | None = None
 ) -> LoadedJob:
-    """The job that a command names; `overrides` in place of its `--set`."""
+    """The job that a command names; `overrides` instead of its `--set`."""
     return load_job(
         arguments.job,
         plugins=session.plugins,
@@ -146,7 +146,7 @@ def _exactness(checked: CheckedJob, session: Session) -> Exactness | None:
 
 
 def _is_default(name: str, setting: Mapping[str, Any]) -> bool:
-    """Whether nobody has decided a setting; what an axis is by default is worth a line."""
+    """Whether a setting is a default; what an axis is by default is worth a line."""
     return setting["reason"] == "the default" and (name not in AXES or setting["value"] is None)
 
 

@@ -1,4 +1,4 @@
-"""A whole job: what to train, on which data, how, and where."""
+"""A job: what to train, on which data, how, and where."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunConfig(ConfigModel):
         str,
         NotExact(
             lambda resume: resume.endswith(".ckpt") and not resume.startswith("weights:"),
-            why="a single file has no random state and no place in the data for each rank, unless Fairlead wrote it",
+            why="a single file has no random state and no position in the data for each rank, unless Fairlead wrote it",
             fix="name a folder under checkpoints/, or resume: auto",
             certain=False,
         ),
@@ -62,7 +62,7 @@ class RunConfig(ConfigModel):
 
     @property
     def load(self) -> str | None:
-        """The checkpoint that was asked for as a whole."""
+        """The checkpoint to restore completely."""
         return self.resume if self.resume not in ("auto", "never") and self.weights is None else None
 
     @field_validator("dir", "ckpt_path", "code", mode="before")
@@ -89,7 +89,7 @@ class ResourcesConfig(ConfigModel):
 
 
 class JobConfig(ConfigModel):
-    """A whole job: what to train, on which data, how, and where.
+    """A complete job: what to train, on which data, how, and where.
 
     Example:
         >>> job = JobConfig(model={"class": "my.model:Net", "args": {"width": 8}})

@@ -64,7 +64,7 @@ class CheckpointConfig(ConfigModel):
         bool,
         NotExact(
             bool,
-            why="the state of the optimizer and the place in the epoch are not saved",
+            why="the state of the optimizer and the position in the epoch are not saved",
             fix="save_weights_only: false",
         ),
     ] = False
@@ -199,7 +199,7 @@ class TrainerConfig(ConfigModel):
     ] = 0.0
     """Train and validate on so many training batches only."""
     num_sanity_val_steps: Annotated[
-        Annotated[int, Field(ge=-1)] | None, MayChange("a trial before training; nothing of it is kept"), LIGHTNING
+        Annotated[int, Field(ge=-1)] | None, MayChange("a trial before training; its results are discarded"), LIGHTNING
     ] = None
     """Validation batches before training starts; None: 2; -1: all."""
 

@@ -72,7 +72,7 @@ class CheckpointIOConformance(PluginConformance):
             ended = True
         finally:
             io.teardown()
-        # Under a name with a dot nobody takes it for a checkpoint; a process that is killed cannot clean up.
+        # A name with a dot is not taken for a checkpoint; a process that is killed cannot clean up.
         left = [str(one.relative_to(tmp_path)) for one in tmp_path.glob("checkpoints/[!.]*")]
         assert ended, self.broken(
             "a save that was interrupted returned as if it had been done", "let what interrupts it through"
@@ -99,7 +99,7 @@ class CheckpointIOConformance(PluginConformance):
         assert loaded is None, self.broken("a checkpoint with code in it was loaded", "refuse it")
 
     def test_the_commands_take_its_formats(self, tmp_path: Path) -> None:
-        """`fairlead checkpoint` recognises what it saves by one of its formats, which need no engine to be asked."""
+        """`fairlead checkpoint` recognises what it saves by one of its formats, which work without an engine."""
         plugins = self.plugins()
         formats: list[Any] = []  # `fairlead_checkpoint_io.CheckpointFormat`s
         for reference in getattr(self.plugin(plugins), "formats", ()):

@@ -100,7 +100,7 @@ class EnvironmentConformance(PluginConformance):
             "fairlead_why took longer than its deadline", "ask with fairlead_runs.programs.ask"
         )
 
-    def test_what_is_unused_is_told(self) -> None:
+    def test_what_is_unused_is_reported(self) -> None:
         """The hook `fairlead_unused` gives the parts of a message; nothing where there are no variables."""
         assert self.answers("fairlead_unused", Unused, {}) == [], self.broken(
             "fairlead_unused finds something without variables", "return None there"

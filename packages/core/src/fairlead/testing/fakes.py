@@ -13,11 +13,11 @@ from fairlead.plugins import Dist
 
 
 class FakeEnviron(Mapping[str, str]):
-    """Environment variables that cannot be written, and that know which were asked for.
+    """Environment variables that cannot be written, and that know which were read.
 
     Example:
         >>> environ = FakeEnviron(SLURM_PROCID="0")
-        >>> environ.get("SLURM_PROCID"), environ.get("RANK"), sorted(environ.asked)
+        >>> environ.get("SLURM_PROCID"), environ.get("RANK"), sorted(environ.requested)
         ('0', None, ['RANK', 'SLURM_PROCID'])
     """
 

@@ -93,7 +93,7 @@ def minimal_resolution(
     """Resolves one rank on this machine, with fields of `TrainerConfig` such as `strategy=RingStrategyConfig()`.
 
     Where no plugin is installed for an axis, a config of its base class with the tag of the default
-    takes the place, so that a plugin can be tried alone.
+    takes over, so that a plugin can be tried alone.
 
     Example:
         >>> from fairlead import PluginManager

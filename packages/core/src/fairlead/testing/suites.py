@@ -94,7 +94,7 @@ class RequeueConformance(PluginConformance):
         for name, body in (("obeys", "echo done"), ("refuses", "echo 'not today' >&2; exit 1"), ("missing", None)):
             folder = tmp_path / name
             folder.mkdir()
-            # No real scheduler may be asked, also by a requeuer that reads the environment by itself.
+            # No real scheduler may be queried, also by a requeuer that reads the environment by itself.
             with mock.patch.dict(os.environ, {"PATH": str(folder)}):
                 requeuer = self.build(folder / "run")
                 for command in () if body is None else self._commands(requeuer):
@@ -106,7 +106,7 @@ class RequeueConformance(PluginConformance):
             )
             assert answer.strip(), self.broken("requeue() gave an empty text", "return what was done, for the history")
 
-    def test_its_exit_code_can_be_told_apart(self, tmp_path: Path) -> None:
+    def test_its_exit_code_is_distinct(self, tmp_path: Path) -> None:
         """`exit_code` is None or a code that says nothing else."""
         code = self.build(tmp_path / "run").exit_code
         assert code is None or (isinstance(code, int) and 3 <= code <= 255 and code not in (130, 143)), self.broken(

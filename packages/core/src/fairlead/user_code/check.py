@@ -174,7 +174,7 @@ def _type(found: CallableInfo, parameter: Parameter, value: object) -> Iterator[
 def _computes_with(found: CallableInfo, parameter: Parameter) -> bool:
     """Whether a parameter without annotation is certainly a number: by its default, and by what the source does.
 
-    A default with a fraction is enough; `padding=0` may be "same", so a whole number has to be computed with.
+    A default with a fraction is enough; `padding=0` may be "same", so an integer has to be computed with.
     """
     try:
         default = ast.literal_eval(parameter.default) if parameter.default is not Parameter.empty else None

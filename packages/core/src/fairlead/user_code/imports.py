@@ -54,8 +54,8 @@ def broken_import(module: str, resolver: Resolver) -> BrokenImport | None:
 
 
 def _in_module(name: str, resolver: Resolver, waiting: list[str]) -> BrokenImport | None:
-    place = resolver.sources.locate(name)
-    if place is None or place.file is None or not _users(place, resolver):
+    located = resolver.sources.locate(name)
+    if located is None or located.file is None or not _users(located, resolver):
         return None
     module = resolver.sources.parse(name)
     assert module is not None
@@ -69,14 +69,14 @@ def _in_module(name: str, resolver: Resolver, waiting: list[str]) -> BrokenImpor
                 near = did_you_mean(last, resolver.sources.siblings(parent))
                 near = f"{parent}.{near}" if parent and near else near
                 what = f"{name} imports {target}, and there is no module {missing!r}"
-                return BrokenImport(place.file, node.lineno, what, missing.partition(".")[0], near)
+                return BrokenImport(located.file, node.lineno, what, missing.partition(".")[0], near)
             waiting.append(target)
             for one in names:
                 if resolver.sources.locate(f"{target}.{one}") is not None:
                     waiting.append(f"{target}.{one}")
                 elif (near := _lacks(target, one, resolver)) is not None:
                     what = f"{name} imports {one} from {target}, which has no such name"
-                    return BrokenImport(place.file, node.lineno, what, None, near or None)
+                    return BrokenImport(located.file, node.lineno, what, None, near or None)
     return None
 
 
@@ -107,10 +107,10 @@ def _missing(target: str, resolver: Resolver) -> str | None:
 def _users(found: ModuleFile, resolver: Resolver) -> bool:
     """Whether it is in the user's folders, and not in an environment that lies in one."""
     root = resolver.sources.root
-    places = [found.file] if found.file is not None else list(found.folders)
+    paths = [found.file] if found.file is not None else list(found.folders)
     return any(
-        place.is_relative_to(folder) and not any(place.is_relative_to(one) for one in root.installed)
-        for place in places
+        path.is_relative_to(folder) and not any(path.is_relative_to(one) for one in root.installed)
+        for path in paths
         for folder in root.folders
     )
 

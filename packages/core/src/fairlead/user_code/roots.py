@@ -29,7 +29,7 @@ class CodeRoot:
         return tuple(folder for folder, _ in self.searched)
 
     def describe(self) -> str:
-        """One line per place, for an error that says where was looked."""
+        """One line per folder, for an error that names where was searched."""
         lines = [f"{folder} ({reason})" for folder, reason in self.searched]
         return "\n".join([*lines, f"installed packages ({sys.prefix})"])
 
@@ -110,7 +110,7 @@ def _installed(entries: Sequence[str], cwd: Path, searched: dict[Path, str]) -> 
 
 
 def activate(root: CodeRoot) -> None:
-    """Puts the folders of user code at the front of `sys.path`, in their order; calling it again changes nothing.
+    """Puts the folders of user code at the front of `sys.path`, in their order; a second call changes nothing.
 
     The folder of a console script is taken off, so that a module is found whichever way the process was started.
     """

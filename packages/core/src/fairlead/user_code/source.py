@@ -70,7 +70,7 @@ class Sources:
         PathFinder.invalidate_caches()  # a file may be younger than what an earlier look-up remembers of its folder
 
     def locate(self, name: str) -> ModuleFile | None:
-        """The module's place, None without one; `NotKnownError`: it is binary, in an archive, or made at run time."""
+        """The module's location, None without one; `NotKnownError`: binary, in an archive, or made at run time."""
         if name not in self._located:
             parent, _, last = name.rpartition(".")
             if parent:
@@ -94,7 +94,7 @@ class Sources:
         spec = PathFinder.find_spec(last, [str(folder) for folder in folders])
         if spec is None:
             return None
-        inside = tuple(Path(place) for place in spec.submodule_search_locations or ())
+        inside = tuple(Path(path) for path in spec.submodule_search_locations or ())
         if spec.origin is None:  # a namespace package
             return ModuleFile(name, None, inside)
         if isinstance(spec.loader, SourceFileLoader):
@@ -113,7 +113,7 @@ class Sources:
             spec = finder.find_spec(name, None)
             if spec is None:
                 continue
-            folders = tuple(Path(place) for place in spec.submodule_search_locations or ())
+            folders = tuple(Path(path) for path in spec.submodule_search_locations or ())
             if spec.origin and spec.origin.endswith(".py"):
                 return ModuleFile(name, Path(spec.origin), folders)
             raise NotKnownError(f"{name} is installed in a way that only an import resolves")

@@ -19,7 +19,7 @@ KNOWN_MODULES = frozenset(
     ]
 )
 # Large files that nearly every model leads to.  They have no metaclass and change no signature of a
-# class with an __init__ of its own, so they are read only when their own __init__ is what counts.
+# class with its own __init__, so they are read only when their own __init__ is what counts.
 # Also: they may not be installed where `check` runs.
 TRUSTED = frozenset(
     [
@@ -297,7 +297,7 @@ class Resolver:
         return symbol
 
     def mro(self, cls: ClassSymbol) -> list[Ancestor]:
-        """The method resolution order, with `Opaque` in place of what cannot be read."""
+        """The method resolution order, with `Opaque` for what cannot be read."""
         try:
             return [vars(kind).get("symbol", OBJECT) for kind in self._shadow(cls, ()).__mro__]
         except TypeError:

@@ -62,7 +62,7 @@ _QUOTE = "quote it if it is meant as text"
 
 
 class Unquoted(str):
-    """A text with a variable, `${env:N}`, in no quotes: what takes the variable's place is read as YAML again."""
+    """A text with a variable, `${env:N}`, in no quotes: the variable's value is read as YAML."""
 
     __slots__ = ()
 
@@ -115,7 +115,7 @@ class _Reader:
     def __init__(self, text: str, source: str) -> None:
         self.text, self.source = text, source
         self.lines: dict[Path, int] = {}
-        self.seen: set[int] = set()  # PyYAML puts the node that an anchor names in the place of each alias
+        self.seen: set[int] = set()  # PyYAML puts the node that an anchor names in place of each alias
         self.inside: list[int] = []
         self.aliased = 0  # values that are written by aliases
 
@@ -226,7 +226,7 @@ class _Reader:
             if isinstance(key, str) or type(key) is int:
                 return key
             text = node.value or '""'
-            what = f"the key {text} is neither text nor a whole number"
+            what = f"the key {text} is neither text nor an integer"
             fix = f'write "{node.value}":' if node.value else "write the key before ':'"
         else:
             what, fix = "a list or a mapping cannot be a key", "quote it if it is text: a value that starts with { or ["
@@ -277,7 +277,7 @@ def parse_scalar_or_flow(text: str, *, source: str = "--set") -> object:
     An empty value is therefore null; the empty string is written `''` (in a shell: `--set "x=''"`). Lists and mappings
     are written in flow style: `[1, 2]`, `{name: ddp}`.
     """
-    fix = "put the value in quotes of its own: --set 'x=\"...\"'"
+    fix = "put quotes around the value: --set 'x=\"...\"'"
     if text.lstrip().startswith("#"):
         raise ConfigError(f"the value {text!r} is a YAML comment", where=source, fix=fix)
     try:
@@ -345,7 +345,7 @@ def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
         fix = "close the bracket, separate the entries by commas, and quote text that holds , [ ] { or }"
         line = opened if line > len(lines) else line
         if "${" in shown:
-            fix = f"{fix}\na number with ${{env:...}} needs a line of its own, without brackets around it"
+            fix = f"{fix}\na number with ${{env:...}} needs its own line, without brackets around it"
     elif "mapping values" in problem:
         why = "there is a ': ' where no key can be: an unquoted value with ': ' in it, or a wrong indentation"
         fix = f'{_QUOTE_IT} (key: "a: b"), or align this line with its neighbours'
@@ -365,7 +365,7 @@ def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
 
 
 def _composer_error(problem: str, context: str, line: int, rest: str, source: str) -> ConfigError:
-    """What is right in each line and wrong together; `rest` is the line from the place of the error on."""
+    """What is right in each line and wrong together; `rest` is the line from the error on."""
     where = f"{source}:{line}"
     name = rest.split()[0].rstrip(",]}")[1:] if rest.split() else ""
     if "undefined alias" in problem:
@@ -378,6 +378,6 @@ def _composer_error(problem: str, context: str, line: int, rest: str, source: st
             "a second YAML document starts here",
             where=where,
             why="a file holds one document; '---' starts another",
-            fix="remove the '---' line, or move what follows into a file of its own",
+            fix="remove the '---' line, or move what follows into another file",
         )
     return ConfigError(problem, where=where)

@@ -60,14 +60,16 @@ def dump(data: object) -> str:
 
 
 def _plain(value: object, path: tuple[str | int, ...]) -> object:
-    place = ".".join(map(str, path)) or "the document"
+    location = ".".join(map(str, path)) or "the document"
     if len(path) >= MAX_DEPTH:
         raise ValueError(f"{'.'.join(map(str, path[:5]))}...: nested more than {MAX_DEPTH} levels deep")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         if _SURROGATE.search(value):
-            raise ConfigError("a text is not valid Unicode", where=place, why=f"{value[:40]!a} holds a lone surrogate")
+            raise ConfigError(
+                "a text is not valid Unicode", where=location, why=f"{value[:40]!a} holds a lone surrogate"
+            )
         return str.__str__(value)  # the text of a StrEnum member, not its name
     if isinstance(value, int):
         return int(value)
@@ -76,8 +78,8 @@ def _plain(value: object, path: tuple[str | int, ...]) -> object:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str) and type(key) is not int:
-                raise TypeError(f"{place}: the key {key!r} is neither text nor an integer")
+                raise TypeError(f"{location}: the key {key!r} is neither text nor an integer")
         return {_plain(key, path): _plain(child, (*path, str(key))) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(child, (*path, i)) for i, child in enumerate(value)]
-    raise TypeError(f"{place}: a {type(value).__name__} cannot be written as YAML")
+    raise TypeError(f"{location}: a {type(value).__name__} cannot be written as YAML")

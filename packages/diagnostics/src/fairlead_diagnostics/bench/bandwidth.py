@@ -21,7 +21,7 @@ BUS_FACTORS: Final[Mapping[str, Callable[[int], float]]] = {
 """By which the algorithm's bandwidth, size / time, is multiplied for that of the bus, by the number of ranks.
 
 nccl-tests, doc/PERFORMANCE.md: the result "reflect[s] the speed of the inter-GPU communication [and] can be compared
-with the hardware peak bandwidth, independently of the number of ranks used". The size is that of the whole buffer: of
+with the hardware peak bandwidth, independently of the number of ranks used". The size is that of the full buffer: of
 what an all-gather gives, and of what a reduce-scatter takes.
 """
 LEAST_GAP: Final = 0.2

@@ -83,21 +83,21 @@ def _timed(name: str, size: int, rounds: int, device: torch.device) -> dict[str,
 def _call(name: str, share: int, device: torch.device) -> Callable[[], object]:
     """One call of a collective, over the same memory each time."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    whole, part = torch.ones(share * world, device=device), torch.ones(share, device=device)
+    full, part = torch.ones(share * world, device=device), torch.ones(share, device=device)
     if name == "all_reduce":
-        whole.zero_()  # sums of sums stay finite
-        return lambda: dist.all_reduce(whole)
+        full.zero_()  # sums of sums stay finite
+        return lambda: dist.all_reduce(full)
     if name == "broadcast":
-        return lambda: dist.broadcast(whole, 0)
+        return lambda: dist.broadcast(full, 0)
     if name == "all_gather":
-        return lambda: all_gather_single(whole, part)
+        return lambda: all_gather_single(full, part)
     if name == "reduce_scatter":
-        return lambda: reduce_scatter_single(part, whole)
-    other = torch.empty_like(whole)
+        return lambda: reduce_scatter_single(part, full)
+    other = torch.empty_like(full)
     if name == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole)
+        return lambda: dist.all_to_all_single(other, full)
     ahead, behind = (rank + 1) % world, (rank - 1) % world  # send_recv: each to the next, as in nccl-tests
-    return lambda: _exchange(whole, ahead, other, behind)
+    return lambda: _exchange(full, ahead, other, behind)
 
 
 def _exchange(ours: torch.Tensor, to: int, theirs: torch.Tensor, of: int) -> None:

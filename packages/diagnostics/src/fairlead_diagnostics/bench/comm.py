@@ -34,14 +34,14 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     drawn = plot_file(arguments.plot, session.cwd) if arguments.plot is not None else None
     calibration = calibration_file(arguments.calibration, session.cwd)
     sizes = sorted({parse_size(text) for text in arguments.sizes.split(",")})
-    asked = {
+    settings = {
         "names": names,
         "sizes": sizes,
         "rounds": arguments.rounds,
         "pair_bytes": sizes[-1] if arguments.pairs else None,
         "backend": arguments.backend,
     }
-    record = _measured(asked, arguments, session)
+    record = _measured(settings, arguments, session)
     if record is None:
         return 0
     slow = slow_links(record["pairs"])
@@ -58,19 +58,19 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     return 0
 
 
-def _measured(asked: Mapping[str, Any], arguments: argparse.Namespace, session: Session) -> dict[str, Any] | None:
+def _measured(settings: Mapping[str, Any], arguments: argparse.Namespace, session: Session) -> dict[str, Any] | None:
     chosen = choose_environment("auto", session.environ, session.plugins, starting=True)
     size = chosen.topology.world_size if chosen.topology is not None and chosen.topology.launched else None
     if size is not None and size.value > 1:
         from fairlead_diagnostics.bench.collectives import measure
 
-        return measure(**asked, environ=session.environ)
+        return measure(**settings, environ=session.environ)
     from fairlead_launch.launcher import DistributedLauncher, processes_per_node
     from fairlead_launch.settings import LaunchConfig
 
     count: int = arguments.processes or max(2, processes_per_node("auto", session.environ, session.plugins)[0])
     if count < 2:
-        raise ConfigError("one process has nobody to talk to", where="--processes 1", fix="--processes 2")
+        raise ConfigError("one process has no peer to communicate with", where="--processes 1", fix="--processes 2")
     session.warn(f"{count} processes of this machine; between nodes: srun fairlead bench comm, or torchrun")
     with tempfile.TemporaryDirectory(prefix="fairlead-comm-") as folder:
         out = Path(folder, "record.json")
@@ -78,7 +78,7 @@ def _measured(asked: Mapping[str, Any], arguments: argparse.Namespace, session: 
             nproc_per_node=count, module=True, max_restarts=0, tail="none", log_dir=folder, start_method="spawn"
         )
         launcher = DistributedLauncher(config, environ=session.environ, plugins=session.plugins)
-        words = json.dumps({"measure": dict(asked), "out": str(out)})
+        words = json.dumps({"measure": dict(settings), "out": str(out)})
         try:
             code = launcher.run("fairlead_diagnostics.bench.collectives", words)
         except FairleadError as error:

@@ -71,7 +71,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     scaling.add_argument(
         "--launcher",
         metavar="COMMAND",
-        help="start the ranks by this command in place of this machine's processes, as 'srun -n {workers}'",
+        help="start the ranks by this command instead of processes of this machine, as 'srun -n {workers}'",
     )
     scaling.add_argument(
         "--recovery", action="store_true", help="also kill a rank, and time how long the restart takes to the next step"

@@ -141,7 +141,7 @@ def _timed(case: Case, device: torch.device) -> float:
 
 
 def _products(device: torch.device) -> Iterator[Case]:
-    """Those of transformers' layers: so many tokens by the widths of 100M to 400B models, whole and split."""
+    """Those of transformers' layers: so many tokens by the widths of 100M to 400B models, full and split."""
     if device.type == "cpu":
         for dtype, size in itertools.product(("float32", "bfloat16"), (64, 128, 256, 512, 1024)):
             yield _product(dtype, size, size, size, "nt", device)

@@ -13,7 +13,7 @@ from fairlead_runs.describe import counted
 LEAST_GAIN: Final = 1.03
 """What is not this much faster is not worth another set-up."""
 LEAST_ROUNDS: Final = 3
-"""With fewer, nobody can tell a difference from the noise."""
+"""With fewer, a difference cannot be told from noise."""
 
 
 @dataclass(frozen=True)

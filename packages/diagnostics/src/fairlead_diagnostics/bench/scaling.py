@@ -26,7 +26,7 @@ _KILLED_AT: Final = 6
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
-    """Measures, prints a table; 1 where the largest number of workers is less efficient than is asked for."""
+    """Measures, prints a table; 1 where the largest number of workers is less efficient than requested."""
     drawn = plot_file(arguments.plot, session.cwd) if arguments.plot is not None else None
     record = measure(arguments, session)
     if arguments.json:
@@ -63,7 +63,7 @@ def validate_scaling(
         batch: What stays the same: that of all workers together, or that of each; see `fairlead bench scaling`.
         rounds: How often each is timed.
         seconds: Seconds of a timing.
-        steps: Optimizer steps of a timing, in place of `seconds`.
+        steps: Optimizer steps of a timing, instead of `seconds`.
         launcher: A command that starts the ranks, as `srun -n {workers}`; None: they are started on this machine.
         overrides: Settings, as `--set` has them.
         cwd: The working directory; None: this process's.
@@ -106,7 +106,7 @@ def validate_scaling(
         failed = last["failed"]
         reached = f"reach {last['efficiency']:.0%} efficiency" if failed is None else f"failed: {failed}"
         raise RunFailedError(
-            f"{counted(last['workers'], 'worker')} {reached}, and {at_least:.0%} is asked for",
+            f"{counted(last['workers'], 'worker')} {reached}, and {at_least:.0%} is required",
             where=os.fspath(job),
             why=f"{last['communication']:.0%} of a step is communication" if last.get("communication") else None,
             fix="a larger batch for each worker, gradient accumulation, or gradients in bf16; "
@@ -123,7 +123,9 @@ def measure(arguments: argparse.Namespace, session: Session) -> dict[str, Any]:
     launcher = arguments.launcher
     if launcher is not None and "{workers}" not in launcher:
         raise ConfigError(
-            "the launcher is not told how many ranks to start", where="--launcher", fix='--launcher "srun -n {workers}"'
+            "the launcher does not get the number of ranks to start",
+            where="--launcher",
+            fix='--launcher "srun -n {workers}"',
         )
     threads = max(1, cpus.count // max(workers))
     loaded, resolution = load(arguments, session, Layout(workers[0], threads))
@@ -149,7 +151,7 @@ def measure(arguments: argparse.Namespace, session: Session) -> dict[str, Any]:
 
 
 def _recovery(row: Row, trials: Trials, batch: Batch, session: Session) -> float | None:
-    """Seconds from the kill of a rank to the first step of the ranks that `--max-restarts` starts again."""
+    """Seconds from the kill of a rank to the first step of the ranks that `--max-restarts` restarts."""
     with trials.folder() as folder:
         killed = {
             "class": "fairlead_diagnostics.bench.step_times:KilledOnce",
@@ -182,7 +184,7 @@ def _record(
     base = rows[0]
     assert base.last is not None
     first = base.last.ranks[0]
-    kept = "global" if batch.together is not None else "per_device"
+    constant = "global" if batch.together is not None else "per_device"
     measured = [_of_workers(row, base) for row in rows]
     wanted = arguments.at_least
     reached = measured[-1].get("efficiency")
@@ -196,11 +198,11 @@ def _record(
             "launcher": arguments.launcher,
         },
         "model": {"class": first["model"], "parameters": first["parameters"]},
-        "batch": {"kept": kept, "samples": batch.together if batch.together is not None else batch.size},
+        "batch": {"constant": constant, "samples": batch.together if batch.together is not None else batch.size},
         "rounds": arguments.rounds,
         "steps": steps,
         "workers": measured,
-        "loss": _losses(rows) if kept == "global" else None,
+        "loss": _losses(rows) if constant == "global" else None,
         "recovery_s": recovery,
         "at_least": wanted,
         "ok": wanted is None or (reached is not None and reached >= wanted),
@@ -249,13 +251,13 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
     base, most = record["workers"][0]["workers"], record["workers"][-1]["workers"]
     hosts: list[str] = next((one["hosts"] for one in reversed(record["workers"]) if "hosts" in one), [])
     size = batch["samples"] if batch["samples"] is not None else "as the job has it"
-    whole = batch["kept"] == "global"
+    strong = batch["constant"] == "global"
     rounds = f"{counted(record['rounds'], 'round')} of {counted(record['steps'], 'step')}"
     threads = counted(hardware["threads_of_a_worker"], "thread")
-    yield f"Scaling of {record['job']}, {'strong' if whole else 'weak'}: {rounds}, median of the rounds"
+    yield f"Scaling of {record['job']}, {'strong' if strong else 'weak'}: {rounds}, median of the rounds"
     yield f"Hardware: {most}x {hardware['device']} on {counted(len(hosts), 'node')}, {threads} each"
     yield f"Model: {model['class']} ({_short(model['parameters'])} parameters)"
-    yield f"Batch Size: {size} ({'total across all workers' if whole else 'of each worker'})"
+    yield f"Batch Size: {size} ({'total across all workers' if strong else 'of each worker'})"
     yield ""
     yield from aligned([_HEADS, *(_line(one) for one in record["workers"] if one["failed"] is None)])
     yield from (

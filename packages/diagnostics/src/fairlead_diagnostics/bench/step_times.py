@@ -20,7 +20,7 @@ import torch
 from fairlead_distributed.batch_sizes import batch_size
 
 MOST_LOSSES: Final = 200
-"""Batches, from the first on, whose losses are kept."""
+"""Batches, from the first on, whose losses are recorded."""
 
 
 class StepTimes(L.Callback):

@@ -158,7 +158,7 @@ def load(arguments: argparse.Namespace, session: Session, layout: Layout) -> tup
 
 
 def batch_of_processes(job: JobConfig, requested: str | None) -> Batch:
-    """What is kept: the batch of all, if it is known where it is set and nobody asks for the other."""
+    """What stays constant: the global batch, if its setting is known and nothing else is requested."""
     setting, size = job.trainer.batch_size_from, batch_of_job(job)
     if size is None:
         if requested == "global":

@@ -32,7 +32,7 @@ from fairlead_launch.processes import Process, fork, forkable, search_path, spaw
 
 _PRELOAD: Final = "fairlead_lightning.commands.preload"
 _TAIL: Final = 2000
-_GRACE_S: Final = 20.0  # for a trial to end when it is asked to
+_GRACE_S: Final = 20.0  # for a trial to end after a stop request
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Steps:
     timed: int
 
     def blocks(self, layout: Layout) -> list[int]:
-        """With several processes, half of the timed ones, as many without communication, and both again."""
+        """With several processes, half of the timed ones, as many without communication, and both once more."""
         if layout.processes == 1:
             return [self.timed + 1]  # the first of a block does not count
         half = -(-self.timed // 2) + 1
@@ -55,7 +55,7 @@ class Steps:
 
 
 class TrialFailedError(Exception):
-    """A trial did not come to its end; its text is its error, or the end of what it said; `short` is a line of it."""
+    """A trial did not finish; its text is its error, or the end of its output; `short` is a line of it."""
 
     def __init__(self, text: str, code: int) -> None:
         begin = text.rfind("error: ") if text.startswith("error: ") or "\nerror: " in text else 0
@@ -72,7 +72,7 @@ def trial_settings(
     """What a trial changes in a job, by its settings: where and how long it runs, and that it saves and shows nothing.
 
     A launcher that starts the ranks (`launched`) also says how many there are, and where. Callbacks are left out: what
-    they write is not ours to write again. The job's own limits are kept as far as they are longer, as schedules of the
+    they write is not ours to change. The job's own limits stay as far as they are longer, as schedules of the
     learning rate are made from them.
     """
     total = 10 * steps.total(layout)  # a step counts more than once where there are several optimizers
@@ -120,7 +120,7 @@ def trial_settings(
 
 
 def plugins_as_fields(loaded: LoadedJob) -> dict[str, Any]:
-    """The settings that take the place of a job file's `trainer.plugins`, which are on the same axes as a trial's."""
+    """The settings that replace a job file's `trainer.plugins`, which are on the same axes as a trial's."""
     trainer = loaded.data.get("trainer") if isinstance(loaded.data, Mapping) else None
     if loaded.job is None or not isinstance(trainer, Mapping) or not trainer.get("plugins"):
         return {}
@@ -135,7 +135,7 @@ def as_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 class Trials:
-    """Runs trials of one job, each in a folder of its own that is gone afterwards.
+    """Runs trials of one job, each in a separate folder that is deleted afterwards.
 
     What is imported is imported once: a server forks each trial, and lends it a server for its ranks. A `launcher`, as
     `srun -n {workers}`, starts the ranks where there is one; they see the trial's folder in the working directory.
@@ -153,7 +153,7 @@ class Trials:
         self._session, self._job, self._launcher = session, job, launcher
         self._words = ["fit", *sources, *(word for one in overrides for word in ("--set", one))]
         lent = session.environ.get(SERVER_FD)
-        # What says how a process was started is not true of these, and each has as many threads as it is told.
+        # What says how a process was started is not true of these, and each has as many threads as it is given.
         gone = {*RANK_VARIABLES, SERVER_FD, "OMP_NUM_THREADS"}
         self._environ = {name: value for name, value in session.environ.items() if name not in gone}
         self._server = self._serve(root, lent) if launcher is None else None
@@ -231,7 +231,7 @@ class Trials:
                 environ[SERVER_FD], inherited = str(connection.fileno()), [connection.fileno()]
                 start = fork(self._server, _run_fairlead, *words, cwd=str(self._session.cwd))
             else:
-                # -P: the working directory is no place for code unless the rules for user code say so.
+                # -P: the working directory is not searched for code unless the rules for user code say so.
                 by = shlex.split(self._launcher.format(workers=workers)) if self._launcher is not None else []
                 start = spawn([*by, sys.executable, "-P", "-m", "fairlead", *words])
             process = start(environ, (out, out), inherited)
@@ -259,14 +259,14 @@ def _run_fairlead(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def _folder(place: Path | None) -> Iterator[Path]:
+def _folder(parent: Path | None) -> Iterator[Path]:
     """A folder that is gone afterwards, also on SIGTERM."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, end)
-    folder = Path(tempfile.mkdtemp(prefix="fairlead-bench-", dir=place))
+    folder = Path(tempfile.mkdtemp(prefix="fairlead-bench-", dir=parent))
     try:
         yield folder
     finally:

@@ -33,7 +33,7 @@ def count(bench: Bench) -> Result:
 def matmul(bench: Bench) -> Result:
     """A product of matrices on each device, compared bit for bit with the known answer.
 
-    The factors are small whole numbers, so that every partial sum is exact in float32, in any order, and also in TF32.
+    The factors are small integers, so that every partial sum is exact in float32, in any order, and also in TF32.
     """
     import torch
 

@@ -55,7 +55,7 @@ def write(bench: Bench) -> Result:
     except OSError as error:
         return Result(False, f"{folder} cannot be written: {error.strerror}")
     finally:
-        with contextlib.suppress(OSError):  # the failure is told above
+        with contextlib.suppress(OSError):  # the failure is reported above
             file.unlink()
     seconds = time.monotonic() - began
     return Result(True, f"{_PIECES} MiB written, made durable and read back in {folder}", seconds)

@@ -11,7 +11,7 @@ from fairlead_diagnostics.checking import Bench, Result
 
 _GIB: Final = 1 << 30
 _ENOUGH: Final = 0.9
-"""The part of what is asked that has to be free: drivers and the operating system take some for themselves."""
+"""The part of the request that has to be free: drivers and the operating system take some for themselves."""
 
 
 def cpus(bench: Bench) -> Result:
@@ -45,7 +45,7 @@ def host_memory() -> tuple[int, int, str]:
     for folder in _cgroups():
         try:
             limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-            # Cached files count as used, and go when memory is asked for.
+            # Cached files count as used, and go when memory is requested.
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             left = limit - used + int(stat.get("inactive_file", 0))
         except (OSError, ValueError):  # `max`: no limit here

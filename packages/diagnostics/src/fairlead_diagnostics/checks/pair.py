@@ -28,7 +28,7 @@ def all_reduce(bench: Bench, host: str | None, port: int, turn: int, timeout_s: 
         bench: What it works with.
         host: Where the partner's store is; None: at this node's own.
         port: The store's port.
-        turn: The number of this pair: it has a group of its own.
+        turn: The number of this pair: it has a separate group.
         timeout_s: Seconds that torch waits for the partner.
     """
     import torch

@@ -35,7 +35,7 @@ class Cell:
         choice: `strategy.ddp`.
         with_: The vendor, or the other choice.
         support: `yes`, `partial` or `no`.
-        reason: Why; empty where nobody says otherwise.
+        reason: Why; empty where there is no rule.
         fix: What to choose instead.
         run_here: Whether the project's tests run it; None where that is not known.
     """
@@ -172,7 +172,7 @@ def _others(rows: Sequence[Capability], name: str, plugins: PluginManager) -> It
 def _facts(model: DeviceModel | None, name: str | None) -> dict[str, Any] | None:
     if model is None or name is None:
         return None
-    return {**asdict(model), "asked": name, "memory_gb": model.memory_of(name), "variants_gb": model.memory_gb}
+    return {**asdict(model), "requested": name, "memory_gb": model.memory_of(name), "variants_gb": model.memory_gb}
 
 
 def _described(model: DeviceModel, name: str) -> Iterator[str]:

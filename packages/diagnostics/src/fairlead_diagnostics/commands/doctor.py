@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     resolution = _resolved(job, session)
     if not arguments.nodes:
         return _here(_requested(job, resolution, str(_runs(arguments, job, session))), arguments, session)
-    place = _place(resolution)
+    position = _position(resolution)
     directory = _run(arguments, job, resolution, session)
     requested = _requested(job, resolution, str(directory) if directory is not None else None)
-    start = hashlib.sha256(place.identity.encode()).hexdigest()[:12]
+    start = hashlib.sha256(position.identity.encode()).hexdigest()[:12]
 
     def show(screened: Screened) -> None:
         if not arguments.json:
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
             session.print_json(screen_document(screened, screened.outcome))
 
     screen = Screen(
-        place,
+        position,
         requested,
         partial(_decided, directory, resolution, arguments.max_excluded, session),
         show,
@@ -107,15 +107,15 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         environ=session.environ,
         arrive_s=arguments.start_timeout,
     )
-    if place.node == 0:
-        session.warn(f"doctor: looking at {place.nodes} node{'s' if place.nodes > 1 else ''}")
+    if position.node == 0:
+        session.warn(f"doctor: looking at {position.nodes} node{'s' if position.nodes > 1 else ''}")
     with _not_stopped():
         return screen.run()
 
 
 @contextlib.contextmanager
 def _not_stopped() -> Iterator[None]:
-    """Lets the signals pass that ask for a stop: there is nothing to save, and the ranks are told, or the job killed.
+    """Ignores the signals that request a stop: there is nothing to save, and the ranks get them, or the job is killed.
 
     The requeue signals all of the job, too, and has to be followed by the exclusion.
     """
@@ -176,7 +176,7 @@ def _here(requested: Requested, arguments: argparse.Namespace, session: Session)
     return 0 if document["fit"] else 1
 
 
-def _place(resolution: Resolution) -> Place:
+def _position(resolution: Resolution) -> Place:
     """Which node this is, from what the environment's plugin says."""
     if resolution.environment is None:
         raise_errors(resolution.findings)

@@ -252,7 +252,7 @@ def _clock(times: Sequence[float]) -> dict[str, Any]:
     """The axis of times in milliseconds: with the day where they span more than one."""
     span = (max(times) - min(times)) / 1000 if times else 0.0
     shown = "%H:%M:%S" if span < 7200 else "%H:%M" if span < 86_400 else "%b %d %H:%M"
-    each = next((one for one in _TICKS if span / one[0] <= 7), None)  # whole seconds, minutes, hours
+    each = next((one for one in _TICKS if span / one[0] <= 7), None)  # full seconds, minutes, hours
     return {"format": shown, "tickCount": {"interval": each[1], "step": each[2]} if each is not None else 7}
 
 

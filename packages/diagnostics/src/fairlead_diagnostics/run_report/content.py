@@ -82,7 +82,7 @@ class RunContent:
 
     @property
     def exact_words(self) -> Iterator[str]:
-        """What is said of an exact resume."""
+        """The sentences on exact resume."""
         if self.exactness is None:
             yield "not known: no start has recorded it"
         elif not self.exactness.seen:
@@ -124,7 +124,7 @@ def _hangs(run: RunState, now: float) -> Iterator[Finding]:
 
 
 def _kills(run: RunState, went: Goodput) -> Iterator[Moment]:
-    """The ends that nobody has reported."""
+    """The unreported ends."""
     for start in went.starts:
         if not start.end and not (run.state == "running" and start is went.starts[-1]):
             yield Moment(start.ended, "killed", start.number, start.last_step, "its last sign of life")

@@ -49,7 +49,7 @@ class XPU(LightningAccelerator):
 
     @hookimpl
     def fairlead_capabilities(self, plugins: InstalledPlugins) -> Iterable[Capability]:
-        """What nobody has run there."""
+        """Not tested on such hardware."""
         others = tuple(f"strategy.{tag}" for tag in plugins.distinct("strategy") if tag not in _OTHERWISE)
         reason = "torch drives Intel's GPUs over xccl, but no strategy for several was ever run on one here"
         yield Capability("accelerator.xpu", others, "partial", reason, "strategy: single_device, on one GPU")
@@ -86,8 +86,8 @@ def find_devices(environ: Mapping[str, str], root: Path, *, torch: str | None) -
     gpus = [GPU(index) for index in range(len(cards))]
     mask = environ.get("ZE_AFFINITY_MASK") or None
     # An entry `0.1` is one tile of a device; torch counts it as the device.
-    whole = mask and ",".join(dict.fromkeys(item.partition(".")[0].strip() for item in mask.split(",")))
-    left = visible(whole, gpus)
+    devices = mask and ",".join(dict.fromkeys(item.partition(".")[0].strip() for item in mask.split(",")))
+    left = visible(devices, gpus)
     evidence = f"/sys/class/drm; ZE_AFFINITY_MASK={mask!r}" if mask else "/sys/class/drm"
     if torch is not None and not torch.endswith("+xpu"):
         return Devices(0, f"{len(left)} by {evidence}; but torch {torch} was built without XPU")

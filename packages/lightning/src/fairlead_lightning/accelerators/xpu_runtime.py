@@ -40,7 +40,7 @@ class _XPU:
         wrong = [index for index in requested if not 0 <= index < count]
         if wrong or not requested:
             raise ConfigError(
-                f"the devices {wrong or requested} were asked for, but torch finds {count} GPUs of Intel",
+                f"the devices {wrong or requested} were requested, but torch finds {count} GPUs of Intel",
                 where="trainer.devices",
                 fix=f"devices: {count}" if count else "accelerator: cpu",
             )

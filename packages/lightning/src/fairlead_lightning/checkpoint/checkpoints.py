@@ -38,7 +38,7 @@ class Checkpoints(Checkpoint):
         session: The run.
         exact: Gives each rank's part of a checkpoint.
         check: Looks at what is saved, on all ranks together: whether all weights are finite. It raises where the
-            training cannot go on.
+            training cannot continue.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Checkpoints(Checkpoint):
             self._find_best()
 
     def save_requested(self, trainer: L.Trainer) -> None:
-        """Saves behind a step, as somebody has asked; behind an epoch's last batch, at the epoch's end."""
+        """Saves after a step because a save was requested; after an epoch's last batch, at the epoch's end."""
         if _last_batch(trainer):
             self._at_epoch_end = self._at_epoch_end or "asked"
         else:
@@ -202,7 +202,7 @@ class Checkpoints(Checkpoint):
         self.best_model_path = str(found.path / STATE_FILE) if found is not None else ""
 
     def save(self, trainer: L.Trainer, reason: str, correct: Correction | None = None) -> None:
-        """Writes a checkpoint of this step, on all ranks together, unless this place has one already."""
+        """Writes a checkpoint of this step, on all ranks together, unless this step has one already."""
         if _place(trainer) != self._of_run.saved:
             self._commit(trainer, reason, correct)
 

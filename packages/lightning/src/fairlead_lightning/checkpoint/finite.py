@@ -166,9 +166,9 @@ Gradient = tuple[str, int, bool]
 
 
 class Finite:
-    """Counts the batches in a row whose loss is not finite, `most` of which end the run; None: it goes on.
+    """Counts the batches in a row whose loss is not finite, `most` of which end the run; None: it continues.
 
-    A gradient that is not finite is said with its weight, its step and the ranks whose batch it comes from.
+    A gradient that is not finite is reported with its weight, its step and the ranks whose batch it comes from.
 
     One process on a CPU looks at once. Others look every `log_every_n_steps` batches, where the ranks come by together
     and a log waits for the device anyway; until then an accelerator counts for itself.
@@ -263,7 +263,7 @@ class Finite:
             raise not_finite(self._session, what, self._with_gradient(longest[2]), f"{advice(trainer)}\n{_FIX}")
 
     def _report_gradient(self, trainer: L.Trainer, found: Sequence[tuple[Gradient | None, int | None]]) -> None:
-        """Where the loss was not finite before, that is the cause, and is said."""
+        """Where the loss was not finite before, that is the cause, and is reported."""
         bad = {rank: one for rank, (one, _) in enumerate(found) if one is not None}
         if not bad:
             return

@@ -20,7 +20,7 @@ from fairlead_runs.checkpoint_job import refuse_stand_ins
 
 @dataclass
 class Rebuilt:
-    """What a checkpoint carries, built again; the model has weights only where they came from an exported folder."""
+    """What a checkpoint carries, rebuilt; the model has weights only where they came from an exported folder."""
 
     model: L.LightningModule
     data: L.LightningDataModule | None

@@ -87,7 +87,7 @@ def flattens(strategy: Any) -> bool:
 
 
 def _replicated(trainer: L.Trainer) -> dict[str, bool] | None:
-    """Which parts of the model each rank holds whole, or a replica of its shard; None: none."""
+    """Which parts of the model each rank holds in full, or as a replica of a shard; None: none."""
     strategy: Any = trainer.strategy
     model = strategy.model
     layout = getattr(strategy, "layout", None)

@@ -30,7 +30,7 @@ def write_state(
 ) -> Problem:
     """Writes the trainer's state to `state.ckpt` in a stage and has it committed; on all ranks together.
 
-    Rank 0 gets why it failed, on whichever rank that was; it is not raised, because all go on.
+    Rank 0 gets why it failed, on whichever rank that was; it is not raised, because all ranks continue.
     """
     strategy = trainer.strategy
     with _profiled(trainer):

@@ -69,14 +69,14 @@ def _as_typed(finding: Finding, arguments: argparse.Namespace) -> Finding:
 def with_weights(checked: CheckedJob, session: Session) -> tuple[CheckedJob, Weights]:
     """The job of an evaluation, whose `run.resume` is from now on the checkpoint to load, or `never`.
 
-    Only what was asked for here counts: a `run.resume` of the job file says how its fits begin.
+    Only what was requested here counts: a `run.resume` of the job file says how its fits begin.
     """
     job, resolution = checked.loaded.job, checked.resolution
     assert job is not None
     assert resolution is not None
     run = run_directory(job.model_dump(mode="json"), job.run, resolution.job, session.cwd)
-    asked = job.run.resume if ("run", "resume") in checked.loaded.overrides else "auto"
-    weights = weights_to_evaluate(asked, run, session.cwd)
+    resume = job.run.resume if ("run", "resume") in checked.loaded.overrides else "auto"
+    weights = weights_to_evaluate(resume, run, session.cwd)
     job = job.model_copy(update={"run": job.run.model_copy(update={"resume": weights.source or "never"})})
     return dataclasses.replace(checked, loaded=dataclasses.replace(checked.loaded, job=job)), weights
 

@@ -1,4 +1,4 @@
-"""`fairlead fit JOB --prove-resume`: train undisturbed, and again with a kill and a resume; compare every bit."""
+"""`fairlead fit JOB --prove-resume`: train undisturbed, then with a kill and a resume; compare every bit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def prove_resume(arguments: argparse.Namespace, session: Session) -> int:
     assert job is not None
     assert checked.resolution is not None
     folder_of_runs = run_directory(job.model_dump(mode="json"), job.run, checked.resolution.job, session.cwd).parent
-    with trial_folder(folder_of_runs, ".prove-") as (folder, kept):
-        return _FitProof(arguments, session, checked.resolution, folder, Plan.of(steps)).run(kept)
+    with trial_folder(folder_of_runs, ".prove-") as (folder, retained):
+        return _FitProof(arguments, session, checked.resolution, folder, Plan.of(steps)).run(retained)
 
 
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:

@@ -1,4 +1,4 @@
-"""The ranks of a job on this machine: how they are started, and started again."""
+"""The ranks of a job on this machine: how they are started and restarted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_ranks(
         if not ranks.prepare(received):
             return stopped_before(received, session.stderr)
         try:
-            # Ranks that want another start have asked for it, or end with the code that does.
+            # Ranks that need another start have requested it, or exit with the code that does.
             restarts = Restarts(getattr(arguments, "max_restarts", 0), when_saved=False)
             return run_with_restarts(ranks.group, received, restarts=restarts, stderr=session.stderr)
         finally:
@@ -151,12 +151,12 @@ class _Ranks:
     def _starter(self) -> Starter:
         if self._server is not None and self._server.alive():
             return fork(self._server, run_forked, *self._words, cwd=str(self._session.cwd))
-        # -P: the working directory is no place for code unless the rules for user code say so.
+        # -P: the working directory is not searched for code unless the rules for user code say so.
         return spawn([sys.executable, "-P", "-m", "fairlead", *self._words])
 
 
 def _loaded_here(plugins: PluginManager) -> list[str]:
-    """The modules of the plugins that reading and checking the job has imported: a rank needs the same ones again."""
+    """The modules of the plugins that reading and checking the job has imported: a rank needs the same ones."""
     modules = (record.value.partition(":")[0] for record in plugins.records())
     return [module for module in dict.fromkeys(modules) if module in sys.modules]
 
@@ -177,7 +177,7 @@ def _user_modules(job: Any) -> list[str]:
 
 
 def _continued(checked: CheckedJob, before: Group | None) -> CheckedJob:
-    """The job of another start: it goes on with the run of the last one, whatever that has begun with."""
+    """The job of a restart: it continues the run of the last start, whatever that has begun with."""
     job = checked.loaded.job
     assert job is not None
     if before is None or before.run is None or job.run.resume == "auto":

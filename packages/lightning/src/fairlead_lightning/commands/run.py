@@ -54,7 +54,7 @@ def run_rank(arguments: argparse.Namespace, session: Session, checked: CheckedJo
         return RunFailedError.exit_code
     except BaseException as error:
         if isinstance(error, ConfigError) and error.where is not None:
-            error.where = checked.loaded.place(error.where)
+            error.where = checked.loaded.location(error.where)
         ran_out = note_out_of_memory(error)
         text, code = described_failure(error, root)
         if checked.resolution is not None and ran_out:
@@ -159,7 +159,7 @@ def _require_loader(command: str, model: L.LightningModule, data: L.LightningDat
     raise ConfigError(
         f"{owner} has no {name}()" if owner is not None else "the job names no data",
         where="data",
-        why=f"`fairlead {command}` needs it, as {type(model).__name__} has no {name}() of its own",
+        why=f"`fairlead {command}` needs it, as {type(model).__name__} has no {name}()",
         fix=f"define {name}() in {owner}"
         if owner is not None
         else "add the class of a LightningDataModule: `data: {class: my_module:MyData}`",

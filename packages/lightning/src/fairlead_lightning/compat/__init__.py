@@ -34,7 +34,7 @@ from fairlead_lightning.compat.loops import is_last_batch as is_last_batch
 from fairlead_lightning.compat.loops import limit_epoch as limit_epoch
 from fairlead_lightning.compat.loops import set_batches_done as set_batches_done
 from fairlead_lightning.compat.loops import set_validation_requested as set_validation_requested
-from fairlead_lightning.compat.loops import training_place as training_place
+from fairlead_lightning.compat.loops import training_position as training_position
 from fairlead_lightning.compat.loops import watch_boundaries as watch_boundaries
 from fairlead_lightning.compat.loops import why_over as why_over
 from fairlead_lightning.compat.trainer import is_spawned as is_spawned

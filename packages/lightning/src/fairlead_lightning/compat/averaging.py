@@ -23,7 +23,7 @@ def keep_rates(trainer: L.Trainer) -> Callable[[], None]:
 
 
 def resume_averaging(trainer: L.Trainer) -> None:
-    """Inside an epoch Lightning does not call the hook in which it would begin again."""
+    """Inside an epoch Lightning does not call the hook in which the average would restart."""
     for one in _averaging(trainer):
         if one._scheduler_state is not None and not one._initialized:
             module = trainer.lightning_module
@@ -65,7 +65,7 @@ def _keeping(averaging: Any, begin: Callable[..., None]) -> Callable[[L.Trainer,
 
 
 def _begin_in_last_epoch(averaging: Any, begin: Callable[[], None], epoch: int) -> None:
-    """It does not begin again in the epoch for batch norm, and its next checkpoint would have nothing of its own."""
+    """It does not restart in the epoch for batch norm, and its next checkpoint would not have the averages."""
     end, updated = averaging._max_epochs, averaging._latest_update_epoch
     averaging._max_epochs, averaging._latest_update_epoch = end + 1, epoch  # no epoch of training, and averaged already
     try:

@@ -33,7 +33,7 @@ def sharded(loader: DataLoader[Any], shuffle: bool, seed: int, shards: Mapping[s
 
 
 def take_prediction_loaders(trainer: L.Trainer, prepare: Callable[[Any], Any]) -> Callable[[], None]:
-    """Has `prepare` make the loaders of a prediction ready, in place of Lightning; returns what ends it.
+    """Has `prepare` make the loaders of a prediction ready, instead of Lightning; returns what ends it.
 
     Lightning makes the user's sampler and loader anew, with arguments that it guesses.
     """

@@ -54,11 +54,11 @@ def _count_validated_on(trainer: L.Trainer, counts: Mapping[int, int]) -> None:
 
     def setup_data() -> None:
         loop.setup_data = ask
-        kept = dict(loop._seen_batches_per_dataloader)
+        seen = dict(loop._seen_batches_per_dataloader)
         ask()
-        # With loaders that are asked for again they would have begun anew without a restart, too.
+        # Loaders that are requested anew would have reset them without a restart, too.
         if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
-            loop._seen_batches_per_dataloader.update(kept)
+            loop._seen_batches_per_dataloader.update(seen)
 
     loop.setup_data = setup_data
 

@@ -1,4 +1,4 @@
-"""The places of a fit where everything is done that belongs to what came before."""
+"""The boundaries of a fit: where all work of the step, epoch or validation before is done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 
 def batches_of_epoch(trainer: L.Trainer) -> int | None:
-    """This rank's batches in an epoch, once its loaders are made; None: nobody knows before they end."""
+    """This rank's batches in an epoch, once its loaders are made; None: not known before they end."""
     fit: Any = trainer.fit_loop
     if has_none_left(fit._data_fetcher):
         return 0
@@ -62,14 +62,14 @@ def begin_next_epoch(trainer: L.Trainer) -> None:
 
 
 def as_if_never_restored(trainer: L.Trainer) -> None:
-    """Lightning's own ways of finding its place, and the iterators that it has made for them, are over.
+    """Discards Lightning's own ways of finding its position, with the iterators that it made for them.
 
     Those iterators would draw from the generators as they were before they were restored.
     """
     epoch = trainer.fit_loop.epoch_loop
     epoch.restarting = False  # the validation's too
     epoch.on_iteration_done()
-    trainer.fit_loop.on_iteration_done()  # its setter would make `restarting` True again
+    trainer.fit_loop.on_iteration_done()  # its setter would make `restarting` True
 
 
 def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Callable[[], None]:
@@ -80,7 +80,7 @@ def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Calla
     fit: Any = trainer.fit_loop
     epoch: Any = trainer.fit_loop.epoch_loop
     start, begin, end, setup = fit.on_advance_start, epoch.on_run_start, epoch.on_advance_end, fit.setup_data
-    run_whole = fit.run
+    run_fit = fit.run
 
     validation: Any = epoch.val_loop
     ask = validation.setup_data
@@ -89,7 +89,7 @@ def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Calla
         """Loaders that `estimated_stepping_batches` made before anything was restored begin with a first batch."""
         if exact.goes_on or fit.restarting:
             fit._combined_loader = None
-        run_whole()
+        run_fit()
 
     def setup_validation() -> None:
         if is_trial() or (validation._combined_loader is not None and not validation._should_reload_val_dl):
@@ -103,16 +103,16 @@ def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Calla
     def setup_data() -> None:
         known = fit._combined_loader
         if known is None or fit._should_reload_train_dl:
-            asked = exact.before_loaders(trainer, again=known is not None)
+            position = exact.before_loaders(trainer, rebuilt=known is not None)
             # `trainer.training` does not tell: Lightning's batch-size finder asks for those of the validation in it.
             exact.for_training = True
             try:
-                with as_at(trainer, asked):
+                with as_at(trainer, position):
                     setup()
             finally:
                 exact.for_training = False
-            if asked is not None:
-                fit._last_train_dl_reload_epoch = asked[0]
+            if position is not None:
+                fit._last_train_dl_reload_epoch = position[0]
             if fit._combined_loader is not known:
                 fit_callback.loaders_made(trainer)
 
@@ -166,9 +166,9 @@ def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Calla
 
 
 @contextmanager
-def as_at(trainer: L.Trainer, asked: tuple[int, int] | None) -> Iterator[None]:
-    """Inside it `trainer.current_epoch` and `trainer.global_step` are those of `asked`, if given."""
-    if asked is None:
+def as_at(trainer: L.Trainer, position: tuple[int, int] | None) -> Iterator[None]:
+    """Inside it `trainer.current_epoch` and `trainer.global_step` are those of `position`, if given."""
+    if position is None:
         yield
         return
     loop: Any = trainer.fit_loop
@@ -176,9 +176,9 @@ def as_at(trainer: L.Trainer, asked: tuple[int, int] | None) -> Iterator[None]:
     epochs = loop.epoch_progress.current
     steps = by_hand.optim_step_progress.total, automatic.optim_progress.optimizer.step.total
     now = epochs.completed, [one.completed for one in steps]
-    epochs.completed = asked[0]
+    epochs.completed = position[0]
     for one in steps:
-        one.completed = asked[1]
+        one.completed = position[1]
     try:
         yield
     finally:
@@ -187,7 +187,7 @@ def as_at(trainer: L.Trainer, asked: tuple[int, int] | None) -> Iterator[None]:
             one.completed = completed
 
 
-def training_place(trainer: L.Trainer) -> tuple[int, int]:
+def training_position(trainer: L.Trainer) -> tuple[int, int]:
     """(epochs that are over, batches of this rank in the one that has begun)."""
     loop: Any = trainer.fit_loop
     epochs = loop.epoch_progress.current
@@ -217,10 +217,10 @@ def why_over(trainer: L.Trainer) -> str | None:
         return f"max_epochs {trainer.max_epochs}"
     if trainer.should_stop:
         early = (c for c in trainer.early_stopping_callbacks if c.stopping_reason_message)
-        said = next((c.stopping_reason_message for c in early), None)
+        reason = next((c.stopping_reason_message for c in early), None)
         timers = [c.time_remaining() for c in vars(trainer)["callbacks"] if isinstance(c, Timer)]
         late = any(left is not None and left <= 0 for left in timers)
-        return said or ("max_time" if late else "trainer.should_stop")
+        return reason or ("max_time" if late else "trainer.should_stop")
     return "limit_train_batches 0" if vars(trainer)["limit_train_batches"] == 0 else None
 
 
@@ -235,7 +235,7 @@ def count_steps(trainer: L.Trainer, first: Callable[[], None]) -> Callable[[], N
     progress: Any = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     owned: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
     running: list[Optimizer] = []  # one that wraps another steps it
-    told = False
+    announced = False
 
     def before(optimizer: Optimizer, *_: Any) -> None:
         if optimizer in running:  # its last step has raised
@@ -243,7 +243,7 @@ def count_steps(trainer: L.Trainer, first: Callable[[], None]) -> Callable[[], N
         running.append(optimizer)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        nonlocal told
+        nonlocal announced
         if optimizer in running:
             del running[running.index(optimizer) :]
         module = trainer.lightning_module
@@ -255,8 +255,8 @@ def count_steps(trainer: L.Trainer, first: Callable[[], None]) -> Callable[[], N
             owned[optimizer] = any(id(parameter) in its for parameter in module.parameters())
         if not owned[optimizer]:
             return
-        if not told:
-            told = True
+        if not announced:
+            announced = True
             first()
         progress.increment_ready()
         progress.increment_completed()

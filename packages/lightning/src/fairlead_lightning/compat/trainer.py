@@ -91,7 +91,7 @@ _NOTHING: Final = nullcontext()
 
 
 class _NoProfiler(PassThroughProfiler):
-    """The profiler of who has asked for none: Lightning's makes a generator for each of some forty hooks of a step."""
+    """The profiler where none is set: Lightning's makes a generator for each of some forty hooks of a step."""
 
     def profile(self, action_name: str) -> Any:
         """One block for all."""

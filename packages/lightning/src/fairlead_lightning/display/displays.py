@@ -38,7 +38,7 @@ class Lines:
         print(text, file=self._console.file, flush=True)
 
     def close(self) -> None:
-        """Leaves the terminal to others; `update` opens it again."""
+        """Leaves the terminal to others; `update` reopens it."""
 
 
 class Bars(Lines):

@@ -20,7 +20,7 @@ def _summarize(*arguments: Any, **options: Any) -> None:
     from rich import get_console  # there where this callback is
 
     console = get_console()
-    with console.capture() as said:
+    with console.capture() as captured:
         RichModelSummary.summarize(*arguments, **options)
-    shown = (line for line in said.get().splitlines(keepends=True) if not line.rstrip().endswith("Total FLOPs: 0"))
+    shown = (line for line in captured.get().splitlines(keepends=True) if not line.rstrip().endswith("Total FLOPs: 0"))
     console.file.write("".join(shown))

@@ -102,12 +102,12 @@ class Progress(ProgressBar):
         if not self._is_first():
             return
         now = self._ended if self._ended is not None else time.monotonic()
-        place = run_dir or Path(trainer.default_root_dir)
-        lines = summary_lines(trainer.global_step, trainer.current_epoch, self._speed, self._replicas, now, place)
+        folder = run_dir or Path(trainer.default_root_dir)
+        lines = summary_lines(trainer.global_step, trainer.current_epoch, self._speed, self._replicas, now, folder)
         self.say("\n".join(lines))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Training begins, or goes on."""
+        """Training begins, or resumes."""
         if not self.is_enabled:
             return
         now = time.monotonic()
@@ -238,7 +238,7 @@ class Progress(ProgressBar):
 
 
 def position(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int | None]:
-    """Steps done and in all; with several optimizers by hand, batches, since each counts steps of its own."""
+    """Steps done and in all; with several optimizers by hand, batches, since each counts its own steps."""
     if pl_module.automatic_optimization or trainer.max_steps != -1:
         total = trainer.estimated_stepping_batches
         done = trainer.global_step

@@ -1,4 +1,4 @@
-"""Silences exact messages of Lightning and its libraries that nobody can act on; torch-free."""
+"""Silences exact messages of Lightning and its libraries that users cannot act on; torch-free."""
 
 from __future__ import annotations
 

@@ -68,14 +68,14 @@ def duration(seconds: float) -> str:
     """A time as a person says it: `0.4s`, `1m40s`, `2h05m`, `2d07h`."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole // 60 % 60:02d}m"
-    return f"{whole // 86400}d{whole // 3600 % 24:02d}h"
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total // 60 % 60:02d}m"
+    return f"{total // 86400}d{total // 3600 % 24:02d}h"
 
 
 def short(count: int) -> str:

@@ -22,8 +22,8 @@ from fairlead_runs.loader_check import Loading, loader_findings
 _BY_HAND: Final = "scale the learning rate yourself (fairlead_distributed.scale_lr), and leave base_batch_size out"
 _DO_NOT_GO_TOGETHER: Final = {
     LearningRateFinder: "what it finds is the learning rate of this very batch",
-    StochasticWeightAveraging: "it sets learning rates of its own (swa_lrs)",
-    GradientAccumulationScheduler: "it changes the global batch while the training goes on",
+    StochasticWeightAveraging: "it sets its own learning rates (swa_lrs)",
+    GradientAccumulationScheduler: "it changes the global batch during the training",
 }
 
 
@@ -89,7 +89,7 @@ class BatchRule:
             )
 
     def _report_unchanged_rate(self, trainer: L.Trainer, say: Callable[[str], None], rates: str) -> None:
-        """A run goes on with another global batch, and nothing says that the learning rate is to follow."""
+        """A run continues with another global batch, and no setting says that the learning rate is to follow."""
         previous = (self._session.previous if self._session is not None else None) or {}
         ranks = replicas_in(previous)[0] if previous.get("world_size") is not None else None
         accumulate = previous.get("accumulate_grad_batches", 1)
@@ -105,14 +105,14 @@ class BatchRule:
 
     def _look_at_the_loaders(self, trainer: L.Trainer, say: Callable[[str], None]) -> None:
         """What the settings of the job's data did not show already."""
-        said = {finding.code for finding in self._resolution.findings}
+        codes = {finding.code for finding in self._resolution.findings}
         device, ranks = trainer.strategy.root_device.type, trainer.world_size // trainer.num_nodes
         here = dataclasses.replace(self._resolution, devices=ranks, device_type=device)
         for number, loader in enumerate(_loaders(trainer)):
             workers, pinned = (getattr(loader, name, None) for name in ("num_workers", "pin_memory"))
             for finding in loader_findings(Loading(workers, pinned, f"training loader {number}"), here):
-                if finding.code not in said:
-                    said.add(finding.code)
+                if finding.code not in codes:
+                    codes.add(finding.code)
                     say(str(finding))
 
 

@@ -30,9 +30,9 @@ def described_failure(error: BaseException, root: CodeRoot) -> tuple[str, int]:
     if isinstance(error, FairleadError):
         return f"error: {error.block()}", error.exit_code
     if isinstance(error, StopRequested):
-        # How a fit was stopped, its first rank has said.
+        # The first rank has reported how the fit was stopped.
         by = "Ctrl-C" if error.exit_code == 128 + signal.SIGINT else "a signal"
-        return "" if error.outcome is not None else f"stopped by {by}; {error.kept}", error.exit_code
+        return "" if error.outcome is not None else f"stopped by {by}; {error.saved}", error.exit_code
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         pressed = error if isinstance(error, KeyboardInterrupt) else error.__context__
         return ". ".join(["stopped by the keyboard", *getattr(pressed, "__notes__", [])]), 130

@@ -45,7 +45,7 @@ class _Monitor:
 class Monitors:
     """Compares what is monitored with what is logged, when an epoch and the validations that belong to it are over.
 
-    It is asked after what saves: a training that ends here has saved what it has trained.
+    It runs after the callbacks that save: a training that ends here has saved its state.
 
     Args:
         checkpoint: `trainer.checkpoint`, where checkpoints are written.
@@ -198,10 +198,10 @@ def monitor_errors() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MisconfigurationException) as error:
-        said = str(error)
+        text = str(error)
         for pattern, owner in _REFUSED:
-            if (found := pattern.search(said)) is not None:
-                rest = said[found.end() :].partition(" HINT:")[0]
+            if (found := pattern.search(text)) is not None:
+                rest = text[found.end() :].partition(" HINT:")[0]
                 names = {match[1] for match in _NAME.finditer(rest)} - _NO_METRICS
                 raise not_logged(owner, found["monitor"], sorted(names)) from error
         raise

@@ -34,20 +34,20 @@ class StopRequested(SIGTERMException):
     """Leaves Lightning's loops at a step where all ranks agreed to stop; the process ends with its `code`.
 
     `failure` is why this rank could not save there; `outcome` is the guard's, None of a stop that was not carried out,
-    of which `kept` says what is left.
+    of which `saved` says what is left.
     """
 
-    def __init__(self, code: int = 143, kept: str = "nothing was written") -> None:
+    def __init__(self, code: int = 143, saved: str = "nothing was written") -> None:
         super().__init__(code)
         self.exit_code = code
-        self.kept = kept
+        self.saved = saved
         self.failure: Exception | None = None
         self.outcome: Any = None
 
 
 @compat.only_its_own_batch_hooks
 class StopEvaluation(L.Callback):
-    """Ends a validation, test or prediction after the batch in which a signal came; predictions until then are kept."""
+    """Ends a validation, test or prediction after the batch in which a signal came; its predictions are saved."""
 
     def __init__(self, flags: StopSignals) -> None:
         self._flags = flags
@@ -64,12 +64,12 @@ class StopEvaluation(L.Callback):
 
     def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
         """Between two batches."""
-        self._stop("the predictions so far are kept: run it again with the same folder, and it resumes")
+        self._stop("the predictions so far are saved: run the command again with the same folder to continue")
 
-    def _stop(self, kept: str) -> None:
+    def _stop(self, saved: str) -> None:
         if self._flags.raised:
             code = 128 + (signal.SIGINT if set(self._flags.counts) == {"SIGINT"} else signal.SIGTERM)
-            raise StopRequested(code, kept)
+            raise StopRequested(code, saved)
 
 
 class FitEnding(Ending):
@@ -100,7 +100,7 @@ class FitEnding(Ending):
         return copies_of(self._trainer.strategy.checkpoint_io)
 
     def mark_preempting(self) -> None:
-        """Tells the loggers of a service that the job will be started again."""
+        """Tells the loggers of a service that the job will be restarted."""
         mark_preempting(self._trainer.loggers)
 
     def close_loggers(self, status: str) -> None:
@@ -121,14 +121,14 @@ class FitEnding(Ending):
         compat.let_children_end(self._trainer)
 
 
-_WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler is asked to send ahead; by default it ends a process
+_WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler sends before its limit; by default it ends a process
 
 
 class Stops:
-    """Has all ranks stop at the same step, saves there, and has the job started again.
+    """Has all ranks stop at the same step, saves there, and has the job restarted.
 
     They may stop between two steps or epochs, at each batch of a validation that has as many on all ranks, and where a
-    fit begins. The state at the last step is saved: a validation that was cut is done again from its start.
+    fit begins. The state at the last step is saved: an interrupted validation is repeated from its start.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Stops:
         self._undo: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Spawned ranks have handlers of their own, and no plugin manager."""
+        """Spawned ranks install their own handlers, and have no plugin manager."""
         gone: dict[str, Any] = {"_guard": None, "_flags": None, "_given": False, "_undo": []}
         gone |= {"_ending": None, "_boundary": None}
         context = BuildContext(self._context.resolution, dict(self._context.environ), None)  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ class Stops:
             guard.flags.install()  # a spawned rank has none yet
         self._undo.append(compat.without_signal_handlers(trainer))
         if self._session is not None and self._ending is None:
-            self._boundary = Boundary(self._session, guard)  # a spawned rank has a guard of its own
+            self._boundary = Boundary(self._session, guard)  # a spawned rank has its own guard
             self._prepare(trainer, self._session)
         guard.start()
         if self._session is not None and trainer.world_size in (1, get_world_size()):
@@ -287,7 +287,7 @@ class Stops:
                 self._saves.save_requested(trainer)
 
     def validation_starts(self, trainer: L.Trainer) -> None:
-        """Whether the batches of this validation are places where all ranks come by equally often."""
+        """Whether the batches of this validation are points that all ranks reach equally often."""
         if self._guard is None:
             return
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
@@ -300,7 +300,7 @@ class Stops:
             self.boundary(trainer)
 
     def boundary(self, trainer: L.Trainer, *, between_epochs: bool = False) -> None:
-        """A place to which all ranks come equally often: stops here where all have agreed to.
+        """A point that all ranks reach equally often: stops here if all have agreed to.
 
         `between_epochs`: nothing of the next epoch has begun.
         """
@@ -320,7 +320,7 @@ class Stops:
             self.end_if_lost(error)
             requested.failure = error
         if compat.is_spawned(trainer):
-            self.carry_out(requested)  # in a spawned rank Lightning calls nobody's `on_exception`
+            self.carry_out(requested)  # in a spawned rank Lightning calls no `on_exception`
         raise requested
 
     def carry_out(self, requested: StopRequested) -> None:

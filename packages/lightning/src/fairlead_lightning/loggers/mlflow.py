@@ -15,7 +15,7 @@ class MLflowLoggerConfig(LoggerConfigBase):
     """A run in MLflow: at a server, in a database, or in `mlruns/` of the run directory.
 
     All starts of a run are one run there: its id is in `mlflow-run.json` of the run directory. What MLflow has of a
-    step is not logged once more when the step is trained again.
+    step is not logged once more when the step is retrained.
 
     Example:
         >>> MLflowLoggerConfig(tracking_uri="http://mlflow:5000", experiment="gpt").experiment

@@ -23,7 +23,10 @@ from fairlead_runs.commit import atomic_write
 from fairlead_runs.logger_positions import PENDING, pending_rows, plain_rows, resume_position
 
 RUN_FILE: Final = "mlflow-run.json"
-_STATUS: Final = {"finished": "KILLED", "failed": "FAILED"}  # `finished` is said at a stop: it may go on
+_STATUS: Final = {
+    "finished": "KILLED",
+    "failed": "FAILED",
+}  # Lightning passes `finished` at a stop: the run may continue
 _REFUSED: Final = "INVALID_PARAMETER_VALUE"
 _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_/. -]+")  # Lightning leaves them out, as MLflow would refuse them
 
@@ -31,7 +34,7 @@ _NOT_IN_NAMES: Final = re.compile(r"[^a-zA-Z0-9_/. -]+")  # Lightning leaves the
 class RunLogger(MLFlowLogger):
     """Lightning's logger; what MLflow has from an earlier start is not logged once more.
 
-    A server that does not answer is a warning: the rows are kept, in checkpoints too, and tried again.
+    A server that does not answer is a warning: the rows are retained, in checkpoints too, and sent later.
     """
 
     position_key: ClassVar[str] = "mlflow"
@@ -51,7 +54,7 @@ class RunLogger(MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The `MlflowClient`; the run is made, or goes on, when it is first asked for."""
+        """The `MlflowClient`; the run is created or continued at the first access."""
         if not self._opened:
             self._open()
         return super().experiment
@@ -193,7 +196,7 @@ def build(config: MLflowLoggerConfig, context: BuildContext) -> RunLogger | Dumm
             where="trainer.loggers: tracking_uri, or MLFLOW_TRACKING_URI",
             why=str(error).strip(),
             fix="give the address of a server, or nothing for files in the run directory; a database needs "
-            "`pip install mlflow`, the whole of it",
+            "`pip install mlflow`, the full package",
         ) from error
 
 

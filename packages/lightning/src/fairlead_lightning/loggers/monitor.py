@@ -64,13 +64,13 @@ class Monitor(ABC):
             self.experiment.log(metrics)
 
     def finalize(self, status: str) -> None:
-        """Shows the last values, and stops; what is logged later begins it again."""
+        """Shows the last values, and stops; what is logged later restarts it."""
         if self._metrics is not None:
             self._end()
             self._metrics = None
 
     def nothing(self, *_: Any, **__: Any) -> None:  # noqa: B027 - not abstract
-        """What has no place in a monitoring system: hyperparameters, graphs, checkpoints."""
+        """What a monitoring system does not take: hyperparameters, graphs, checkpoints."""
 
     log_hyperparams = log_graph = save = after_save_checkpoint = nothing
     version = ""

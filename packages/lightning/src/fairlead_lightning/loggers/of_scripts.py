@@ -1,4 +1,4 @@
-"""The CSV and TensorBoard loggers of a script go on in the folder of the earlier start, cut back to its checkpoint."""
+"""The CSV and TensorBoard loggers of a script continue in the folder of the last start, cut back to its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from fairlead_lightning.loggers.tensorboard.runtime import NOTHING, EventLogger, known_position
 
-_KEPT: Final = ".metrics.csv.kept"
+_SHORTENED: Final = ".metrics.csv.cut"
 """A second name of a logger's rows: where a script names the version, Lightning deletes them before any hook."""
 _BEGUN_BYTES: Final = 200  # what TensorBoard writes at the head of a file
 
 
 def continue_loggers(loggers: Iterable[Any], positions: Mapping[str, Any], resume_step: int | None) -> None:
-    """Has Lightning's own loggers go on in the folder of the checkpoint's start, with the rows that it had then.
+    """Has Lightning's own loggers continue in the folder of the checkpoint's start, with the rows that it had then.
 
     Lightning has begun the next folder by now, `version_1`: it is left, and removed while there is nothing in it. One
     that the script has written into, or whose version it names, and a user's own kind of logger are left alone.
@@ -129,7 +129,7 @@ class ContinuedCSVLogger(CSVLogger):
 
     def _earlier(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The header and the rows to keep."""
-        path = Path(self.log_dir, _KEPT)
+        path = Path(self.log_dir, _SHORTENED)
         path = path if path.exists() and self._position is not None else path.with_name("metrics.csv")
         if self._resume_step is None or not path.exists():
             return [], []
@@ -144,13 +144,13 @@ class ContinuedCSVLogger(CSVLogger):
 
 def _keep(path: Path) -> None:
     """Gives the rows of a logger their second name."""
-    kept = path.with_name(_KEPT)
-    if kept.exists() and kept.samefile(path):
+    shortened = path.with_name(_SHORTENED)
+    if shortened.exists() and shortened.samefile(path):
         return
-    new = path.with_name(f"{_KEPT}.new")
+    new = path.with_name(f"{_SHORTENED}.new")
     new.unlink(missing_ok=True)
     try:
         os.link(path, new)
     except OSError:  # a file system without hard links
         shutil.copyfile(path, new)
-    new.replace(kept)
+    new.replace(shortened)

@@ -79,7 +79,7 @@ class OTelLogger(Monitor):
 
     def _now(self) -> list[Reading]:
         if os.getpid() != self._pid:
-            return []  # OpenTelemetry starts its thread again in each worker of a loader
+            return []  # OpenTelemetry restarts its thread in each worker of a loader
         with self._lock:
             if time.monotonic() - self._read_at > _TOGETHER_S:
                 self._last, self._read_at = self.readings(active=self._active), time.monotonic()

@@ -15,7 +15,7 @@ class WandbLoggerConfig(LoggerConfigBase):
 
     All starts of a run are one run there: its id is in `wandb-run.json` of the run directory.
 
-    W&B takes nothing back, so what it has of a step is not logged once more when the step is trained again;
+    W&B takes nothing back, so what it has of a step is not logged once more when the step is retrained;
     what had not arrived when the process was killed is logged by the next start. Offline, a start that follows a kill
     records the steps since shortly before its checkpoint once more.
 

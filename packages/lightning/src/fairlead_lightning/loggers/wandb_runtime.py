@@ -41,7 +41,7 @@ class RunLogger(WandbLogger):
     """Lightning's logger, with each step once however often the run was started; offline with a `reason`.
 
     Rows are counted as W&B counts them. A run that is resumed has so many rows at W&B: if more than at the checkpoint,
-    the first rows of this start are there already; if fewer, the missing ones are logged again from the checkpoint.
+    the first rows of this start are there already; if fewer, the missing ones are logged from the checkpoint.
     Offline this is known of a start that has ended. After a kill a row is rather recorded twice than not at all.
 
     Rows that your own code logs with `wandb.log` are not known here.  A scheduler's SIGTERM ends W&B's own process at
@@ -69,7 +69,7 @@ class RunLogger(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The run at W&B; which rows it has of earlier starts is found out when it is first asked for."""
+        """The run at W&B; which rows it has of earlier starts is looked up at the first access."""
         run = super().experiment
         if not self._opened and self._mode != "disabled":
             self._opened = True
@@ -112,7 +112,7 @@ class RunLogger(WandbLogger):
         if self.reason is not None and run is not None and getattr(run, "dir", None):
             self._note_end()
             folder = Path(run.dir).parent.parent  # `dir` is the `files` in the folder of this start
-            # One for each start. Without WANDB_RESUME the rows of the second would take the place of the first's.
+            # One for each start. Without WANDB_RESUME the rows of the second would replace the first's.
             folders = f"{shlex.quote(str(folder))}/offline-run-*-{run.id}"
             command = f'for run in {folders}; do WANDB_RESUME=allow wandb sync "$run"; done'
             upload = f"; to upload:\n  {command}" if status == "success" else f" in {folder}"

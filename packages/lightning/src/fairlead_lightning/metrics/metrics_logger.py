@@ -39,7 +39,7 @@ class MetricsLogger(MetricsFile, Logger):
 
     @property
     def version(self) -> str:
-        """None of its own: the run directory is of one run."""
+        """None: the run directory is of one run."""
         return ""
 
     @property
@@ -69,5 +69,5 @@ class MetricsLogger(MetricsFile, Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Writes everything, waits for the disk, and closes the file; logging again opens it again."""
+        """Writes everything, waits for the disk, and closes the file; later logging reopens it."""
         self.close()

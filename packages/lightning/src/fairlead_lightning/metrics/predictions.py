@@ -46,7 +46,7 @@ class DistributedPredictionWriter(L.Callback):
     """Streams what `trainer.predict` predicts on all ranks into one folder, which `Predictions` reads.
 
     Whole batches are dealt out to the ranks, so that any number of ranks predicts the same, each sample once, and it is
-    saved under the index that its dataset was asked for. The loader's own sampler says which samples there are;
+    saved under its index in the dataset. The loader's own sampler says which samples there are;
     `drop_last` does not count, and `limit_predict_batches` counts the batches of all ranks together. Started again
     after a kill, it does only what is in no shard yet; a folder of other weights, or of another job, is refused. Give
     `predict` `return_predictions=False`, or Lightning keeps everything in memory, too.
@@ -99,7 +99,7 @@ class DistributedPredictionWriter(L.Callback):
             return
         if is_param_in_hook_signature(pl_module.predict_step, "dataloader_iter", explicit=True):
             raise ConfigError(
-                "a predict_step with dataloader_iter draws batches that nobody can tell apart",
+                "a predict_step with dataloader_iter draws batches that cannot be numbered",
                 where="predict_step",
                 fix="predict_step(self, batch, batch_idx)",
             )
@@ -149,12 +149,12 @@ class DistributedPredictionWriter(L.Callback):
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Keeps what is predicted already, for a start that goes on; Lightning calls no `teardown` then."""
+        """Saves what is predicted already, for a start that continues; Lightning calls no `teardown` then."""
         try:
             self._flush()
             if self._folder is not None:
                 self._folder.settle()
-        except FairleadError as second:  # the first error is the one that is told
+        except FairleadError as second:  # the first error is the one to report
             exception.add_note(f"what was predicted last could not be written either: {second.what}: {second.why}")
         self._close()
 

@@ -37,7 +37,7 @@ class AverageOverRanks(L.Callback):
 
     Means are weighted by samples, sums are added up, a minimum or maximum is that of all: `val/loss` on N ranks is that
     of one process up to rounding, and plateau schedulers and early stopping decide alike.  Values of a step are left
-    alone, and so is what is logged with `rank_zero_only=True`; a `sync_dist_group` is kept to.  A key that only some
+    alone, and so is what is logged with `rank_zero_only=True`; a `sync_dist_group` is respected.  A key that only some
     ranks log is averaged over these, and all have it.  A value that is logged in `on_validation_epoch_end` counts by
     the rank's number of samples; a float32 value that all ranks agree on stays as it is.
 

@@ -36,9 +36,9 @@ _IN_CHECKPOINTS: Final = ("optimizers", "schedules")
 
 
 class Configured:
-    """The arguments of a fit's objects, as far as they are plain data and kept under the constructor's names.
+    """The arguments of a fit's objects, as far as they are plain data in attributes of the constructor's names.
 
-    Nothing of it identifies the run: it is compared with that of the start which made the checkpoint, and told.
+    Nothing of it identifies the run: it is compared with that of the start which made the checkpoint, and reported.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:

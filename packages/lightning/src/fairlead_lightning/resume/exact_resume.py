@@ -68,7 +68,7 @@ class ExactResume:
         self.where: Where | None = None
         self.goes_on = False  # of a run that was stopped, and no batch was trained on yet
         self.resumed = False  # a run that was stopped
-        self.for_training = False  # the loaders asked for: a batch-size finder asks for a validation's in training
+        self.for_training = False  # the loaders requested: a batch-size finder requests a validation's in training
         self._trainer: L.Trainer | None = None
         self._state: dict[str, Any] | None = None
         self._validating: dict[str, Any] | None = None
@@ -92,7 +92,7 @@ class ExactResume:
     ) -> None:
         """A fit of this run begins.
 
-        `made` is given each loader that is ready; `restored` what this rank has saved, once that is there again.
+        `made` is given each loader that is ready; `restored` what this rank has saved, once that is restored.
         """
         self._session, self._made, self._restored = session, made, restored
         self._record = ExactnessRecord(session.path / "starts" / str(session.start), session.job_digest, self._print)
@@ -121,7 +121,7 @@ class ExactResume:
             folder = session.checkpoint.parent
             self._same_ranks = rank_state.same_ranks(session.previous, trainer)
             self._state = rank_state.read(folder, trainer.global_rank if self._same_ranks else 0)
-            self._requests.go_on(self._state if self._same_ranks else None)
+            self._requests.resume(self._state if self._same_ranks else None)
         saved = self._state["loaders"] if self._state is not None else None
         self.goes_on = self.resumed = self._state is not None
         if self.goes_on:
@@ -136,7 +136,7 @@ class ExactResume:
             trainer,
             attributes=self._users.attributes,
             seed=self._common_seed(saved),
-            place=self.place,
+            position=self.position,
             shards=shards,
             saved=saved,
             same_ranks=self._same_ranks,
@@ -180,8 +180,8 @@ class ExactResume:
         """A script's own DDP was built: has it add gradients in a fixed order where that costs little."""
         model = trainer.strategy.model
         if self._settings is None and isinstance(model, DistributedDataParallel):
-            kept = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
-            self._in_order = register_exact_reduction(model, auto=True) or trainer.world_size <= 2 or kept
+            unchanged = model.find_unused_parameters and not model.static_graph  # DDP keeps its first buckets then
+            self._in_order = register_exact_reduction(model, auto=True) or trainer.world_size <= 2 or unchanged
 
     def training_starts(self, trainer: L.Trainer) -> None:
         """The loaders were seen: says and writes down what has changed, and whether a resume is exact."""
@@ -209,17 +209,17 @@ class ExactResume:
 
     @staticmethod
     def correct(checkpoint: dict[str, Any]) -> None:
-        """Lightning's own place for loaders has rank 0's for all, and plain Lightning could not read ours there."""
+        """Lightning's own entry for loaders has rank 0's for all, and plain Lightning could not read ours there."""
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         with_plain_numbers(checkpoint)
 
     def on_exception(self, trainer: L.Trainer) -> None:
-        """An exception has left the fit: a state that is not whole is not saved."""
-        if trainer.training and self.where is None and compat.training_place(trainer)[1] == 0:
+        """An exception has left the fit: an incomplete state is not saved."""
+        if trainer.training and self.where is None and compat.training_position(trainer)[1] == 0:
             self.where = "between"  # Lightning stops behind an epoch, too
 
     def before_batch(self, trainer: L.Trainer) -> None:
-        """From here on the state is not whole."""
+        """From here on the state is incomplete."""
         self.where, self._step = None, trainer.global_step
         if self.goes_on and self.loaders is not None:
             self.goes_on = False
@@ -239,7 +239,7 @@ class ExactResume:
         attributes["process_dataloader"] = process_dataloader
         return lambda: attributes.pop("process_dataloader", None)
 
-    def place(self) -> EpochPosition:
+    def position(self) -> EpochPosition:
         """Where the training is, in batches of this rank."""
         assert self._trainer is not None
         if self.where == "cut":
@@ -247,11 +247,11 @@ class ExactResume:
             return EpochPosition(
                 loop.epoch_progress.current.processed - 1, loop.epoch_loop.batch_progress.current.ready
             )
-        return EpochPosition(*compat.training_place(self._trainer))
+        return EpochPosition(*compat.training_position(self._trainer))
 
     @contextmanager
     def at(self, where: Where) -> Iterator[None]:
-        """The state is whole inside the block."""
+        """The state is complete inside the block."""
         before, self.where = self.where, where
         try:
             yield
@@ -259,16 +259,16 @@ class ExactResume:
             self.where = before
 
     def before_epoch(self, trainer: L.Trainer) -> None:
-        """Nothing of the next epoch has begun; its hooks come after this.  Also where a fit goes on inside one."""
+        """Nothing of the next epoch has begun; its hooks come after this.  Also where a fit resumes inside one."""
         self._users.begun()
-        if self._state is not None and compat.training_place(trainer)[1] == 0:
+        if self._state is not None and compat.training_position(trainer)[1] == 0:
             self._restore(trainer)
             compat.as_if_never_restored(trainer)
 
     def going_on(self, trainer: L.Trainer) -> bool | None:
-        """A fit goes on inside an epoch: whether the end of its last batch is due (a validation, plateau schedules).
+        """A fit resumes inside an epoch: whether the end of its last batch is due (a validation, plateau schedules).
 
-        None where the checkpoint does not say: Lightning finds its place itself.
+        None where the checkpoint does not say: Lightning finds its position itself.
         """
         if self._state is None:
             return None
@@ -276,16 +276,16 @@ class ExactResume:
         self._restore(trainer)
         return due
 
-    def before_loaders(self, trainer: L.Trainer, *, again: bool) -> tuple[int, int] | None:
-        """The training's loaders are asked for; `again`: for a later epoch.  `LoaderRequests.ask` says the rest."""
+    def before_loaders(self, trainer: L.Trainer, *, rebuilt: bool) -> tuple[int, int] | None:
+        """The training's loaders are requested; `rebuilt`: for a later epoch. See `LoaderRequests.request`."""
         assert self.loaders is not None
-        self.loaders.requested_again(anew=again)
-        asked_at = self._state.get("asked_at") if self._state is not None else None
-        saved = self._state.get("asked") if self._state is not None and self._same_ranks else None
-        return self._requests.ask(trainer, self._users.attributes, asked_at, saved)
+        self.loaders.rebuilt(anew=rebuilt)
+        requested_at = self._state.get("requested_at") if self._state is not None else None
+        saved = self._state.get("requested") if self._state is not None and self._same_ranks else None
+        return self._requests.request(trainer, self._users.attributes, requested_at, saved)
 
     def requesting_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
-        """The validation's loaders are asked for inside the block; None: not yet, as in the fit that is resumed."""
+        """The validation's loaders are requested inside the block; None: not yet, as in the fit that is resumed."""
         if self.loaders is None or (self._requests.later and self._state is not None):
             return None
         self.loaders.validation_requested()
@@ -349,7 +349,7 @@ class ExactResume:
 
 
 def _nothing(_: object) -> None:
-    """Nobody is to be told."""
+    """Does nothing."""
 
 
 def state_reasons(trainer: L.Trainer) -> list[Inexact]:
@@ -416,5 +416,5 @@ def script_reasons(trainer: L.Trainer, *, seeded: bool, in_order: bool) -> Itera
 
 
 def uncut_loggers(loggers: Sequence[Logger]) -> list[str]:
-    """Loggers that hold a step twice when it is done again: nothing can cut them back."""
+    """Loggers that hold a step twice when it is repeated: they cannot be cut back."""
     return sorted({type(logger).__name__ for logger in loggers if not isinstance(logger, Positioned)})

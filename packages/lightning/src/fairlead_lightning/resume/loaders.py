@@ -41,15 +41,15 @@ _END: Final = object()
 
 
 class StatefulLoader:
-    """A loader with a state of its own (StatefulDataLoader and the like), carried for each rank, and trusted.
+    """A loader with `state_dict` (StatefulDataLoader and the like), saved for each rank, and trusted.
 
-    Lightning takes one batch ahead of a loader without a length; the state before that batch is kept for it.
+    Lightning takes one batch ahead of a loader without a length; the state before that batch is saved for it.
     """
 
-    def __init__(self, loader: Any, seed: int, place: Callable[[], EpochPosition]) -> None:
+    def __init__(self, loader: Any, seed: int, position: Callable[[], EpochPosition]) -> None:
         self.loader = loader
         self._seed = seed
-        self._place = place
+        self._position = position
         self._finished = False
         self._resume: Mapping[str, Any] | None = None
         self._from = EpochPosition(-1, 0)
@@ -64,10 +64,10 @@ class StatefulLoader:
     def __iter__(self) -> Iterator[Any]:
         state = self._resume
         if state is not None and state["state"] is not None and not self._begins_by_generator():
-            if self._place().batches:
+            if self._position().batches:
                 self._tell(state["epoch"])
             self.loader.load_state_dict(state["state"])
-        self._from, self._fetched, self._before, self._finished = self._place(), 0, None, False
+        self._from, self._fetched, self._before, self._finished = self._position(), 0, None, False
         if state is not None and state["rng"] is not None:
             set_rng_state(state["rng"])  # what the batch that was taken ahead was made with
         with IsolatedGenerators(derive_seed("carried", self._seed, self._from.epoch)):
@@ -78,7 +78,7 @@ class StatefulLoader:
         """Whether an epoch begins that only the loader's own generator decides; its state would draw from it first."""
         dataset, generator = (getattr(self.loader, name, None) for name in ("dataset", "generator"))
         ordered = not is_stateful(dataset) and not isinstance(dataset, IterableDataset)
-        return ordered and isinstance(generator, torch.Generator) and self._place().batches == 0
+        return ordered and isinstance(generator, torch.Generator) and self._position().batches == 0
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         length = sized_len(self)
@@ -96,13 +96,13 @@ class StatefulLoader:
             yield batch
 
     def _take(self) -> dict[str, Any]:
-        """The loader's state, which nothing changes any more, and the epoch that its dataset was told."""
+        """The loader's state, as a copy, and the epoch of its dataset."""
         epoch = getattr(getattr(self.loader, "dataset", None), "epoch", None)
         state = copy.deepcopy(self.loader.state_dict())
         return {"state": state, "epoch": epoch if isinstance(epoch, int) else None, "rng": None}
 
     def _tell(self, epoch: int | None) -> None:
-        """Inside an epoch, nobody else tells the dataset which it is."""
+        """Sets the dataset's epoch: a loader that resumes inside one does not."""
         tell = getattr(getattr(self.loader, "dataset", None), "set_epoch", None)
         if callable(tell) and epoch is not None:
             tell(epoch)
@@ -116,19 +116,19 @@ class StatefulLoader:
 
     def taken(self) -> dict[str, Any]:
         """The state behind the last batch that was trained on."""
-        place = self._place()
-        inside = place.epoch == self._from.epoch
+        position = self._position()
+        inside = position.epoch == self._from.epoch
         if not inside and not self._finished:
             return {"state": None, "epoch": None, "rng": None}  # a limit has cut the epoch: the next one begins anew
-        ahead = self._before if inside and self._fetched > place.batches - self._from.batches else None
+        ahead = self._before if inside and self._fetched > position.batches - self._from.batches else None
         return ahead if ahead is not None else self._take()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Has the iterators go on there, until `begun`."""
+        """Has the iterators continue there, until `begun`."""
         self._resume = state
 
     def begun(self) -> None:
-        """The training has gone on: the next iterator begins an epoch."""
+        """The training has continued: the next iterator begins an epoch."""
         self._resume = None
 
 
@@ -150,7 +150,7 @@ class Loaders:
         trainer: L.Trainer,
         *,
         seed: int,
-        place: Callable[[], EpochPosition],
+        position: Callable[[], EpochPosition],
         attributes: Attributes,
         shards: bool,
         saved: Mapping[str, Any] | None = None,
@@ -159,7 +159,7 @@ class Loaders:
         self.trainer = trainer
         self.seed = seed
         self.reasons: list[Inexact] = []
-        self._place = place
+        self._position = position
         self._attributes = attributes
         self._saved: list[Any] = from_plain(saved["loaders"]) if saved is not None else []
         self._same_ranks = same_ranks
@@ -196,7 +196,7 @@ class Loaders:
             if going_on is not None:
                 going_on.begun()
 
-    def requested_again(self, *, anew: bool) -> None:
+    def rebuilt(self, *, anew: bool) -> None:
         """The training's loaders come once more, the first one first; `anew`: for another epoch than those before."""
         self._training, self._saved = [], [] if anew else self._saved
 
@@ -211,7 +211,7 @@ class Loaders:
                 watch_loader(self._attributes, f"validation loader {self._validations}", loader)
                 self._validations += 1
             return self._evaluated(loader)
-        epoch = self._place().epoch
+        epoch = self._position().epoch
         if epoch != self._epoch:
             self._training, self._epoch = [], epoch
         watch_loader(self._attributes, f"loader {len(self._training)}", loader)
@@ -245,7 +245,7 @@ class Loaders:
             self._add(may_differ(loader))
             self._check_limit(loader)
             kind = SizedLoader if sized_len(loader) is not None else StatefulLoader
-            return kind(self._sharded(loader), derive_seed("loader", self.seed, number), self._place)
+            return kind(self._sharded(loader), derive_seed("loader", self.seed, number), self._position)
         if not isinstance(loader, DataLoader) or not is_ordered(loader):
             self._add([begins_anew(loader)])
             return self._sharded(loader)
@@ -255,7 +255,7 @@ class Loaders:
         return over(loader, order, seed)
 
     def _order(self, loader: DataLoader[Any], seed: int, number: int) -> Order:
-        arguments: dict[str, Any] = {"place": self._place, "generator": torch.Generator()}
+        arguments: dict[str, Any] = {"place": self._position, "generator": torch.Generator()}
         arguments["once"] = partial(compat.ends_with_longest, self.trainer)
         dataset, sampler, collate = loader.dataset, loader.sampler, loader.collate_fn
         copied: list[Any] = [dataset, collate] if is_ahead(loader) else []
@@ -285,11 +285,11 @@ class Loaders:
 
     def _check_limit(self, loader: object) -> None:
         length, limit = sized_len(loader), self.trainer.limit_train_batches
-        whole = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
-        if not whole:
+        full_epoch = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
+        if not full_epoch:
             self._inexact(
                 f"limit_train_batches: {limit} with a {type(loader).__name__}",
-                "the limit leaves an epoch in the middle; its state says how to go on there, not how to begin another",
+                "the limit leaves an epoch in the middle; its state can continue that one, not begin another",
                 "leave out the limit, or let the loader have fewer batches",
             )
 
@@ -297,7 +297,7 @@ class Loaders:
         order = order_of(loader)
         kind = "loader" if isinstance(loader, StatefulLoader) else type(order).__name__ if order is not None else None
         if kind is None or saved["kind"] != kind:
-            return  # nothing is carried, or the job's loader is another now; the start has said so
+            return  # nothing is saved, or the job has another loader now; the start has reported that
         state = saved["state"]
         if isinstance(loader, StatefulLoader):
             if self._same_ranks:
@@ -323,7 +323,7 @@ class Loaders:
         order = replayed_order(
             made,
             seed=derive_seed("evaluation", self.seed),
-            place=lambda: EpochPosition(self._place().epoch, 0),
+            place=lambda: EpochPosition(self._position().epoch, 0),
             generator=torch.Generator(),
         )
         return over(made, order, self.seed)
@@ -354,7 +354,7 @@ class Loaders:
 
 
 class LoaderRequests:
-    """How everything was when the training's loaders were asked for, so that a resumed fit is given the same."""
+    """The state in which the training's loaders were requested, so that a resumed fit builds the same."""
 
     def __init__(self) -> None:
         self._state: dict[str, Any] | None = None
@@ -362,18 +362,18 @@ class LoaderRequests:
         self._validation: Mapping[str, Any] | None = None
         self._validation_before: Mapping[str, Any] | None = None
         self.later = False
-        """Whether the fit that this one resumes had not asked for the validation's loaders yet: its training goes on
-        before they are asked for."""
+        """Whether the fit that this one resumes had not requested the validation's loaders yet: its training continues
+        before they are requested."""
 
-    def go_on(self, rank: Mapping[str, Any] | None) -> None:
-        """Has the validation's loaders be asked for as in the fit that this one resumes, by the state of its rank."""
-        if rank is not None and "asked_validation" in rank:
-            self._validation_before = rank["asked_validation"]
+    def resume(self, rank: Mapping[str, Any] | None) -> None:
+        """Has the validation's loaders be requested as in the fit that this one resumes, by the state of its rank."""
+        if rank is not None and "requested_validation" in rank:
+            self._validation_before = rank["requested_validation"]
             self.later = self._validation_before is None
 
     @contextmanager
     def validation(self, trainer: L.Trainer) -> Iterator[None]:
-        """The validation's loaders are asked for inside the block, and in a resumed fit again."""
+        """The validation's loaders are requested inside the block, and in a resumed fit in the same state."""
         before, self._validation_before = self._validation_before, None
         now = rng_state()
         here = {"rng": now, "epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -389,34 +389,34 @@ class LoaderRequests:
     def state(self, attributes: Attributes) -> dict[str, Any]:
         """For the checkpoint; of the training's None where they are made once, at the start, as each start does.
 
-        A dataset that took another's place is as it was made: what the other kept is not its own.
+        A dataset that replaced another is as it was made: the other's attributes are not its own.
         """
-        asked = self._state
-        if asked is not None:
-            own = {name: one for name, one in asked["attributes"].items() if name not in attributes.replaced}
-            asked = {**asked, "attributes": own}
+        requested = self._state
+        if requested is not None:
+            own = {name: one for name, one in requested["attributes"].items() if name not in attributes.replaced}
+            requested = {**requested, "attributes": own}
         validation = self._validation if self._validation is not None else self._validation_before
-        return {"asked": asked, "asked_at": self._at, "asked_validation": validation}
+        return {"requested": requested, "requested_at": self._at, "requested_validation": validation}
 
-    def ask(
+    def request(
         self,
         trainer: L.Trainer,
         attributes: Attributes,
-        asked_at: tuple[int, int] | None,
+        requested_at: tuple[int, int] | None,
         saved: Mapping[str, Any] | None,
     ) -> tuple[int, int] | None:
-        """The loaders are asked for now: in a fit that resumes, as at the epoch and step `asked_at`, which it returns.
+        """The loaders are requested now; in a resumed fit as at `requested_at`, an epoch and step, which it returns.
 
         With `saved`, of as many ranks, as everything was there.
         """
-        self._at = asked_at if asked_at is not None else (trainer.current_epoch, trainer.global_step)
+        self._at = requested_at if requested_at is not None else (trainer.current_epoch, trainer.global_step)
         if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
-            return asked_at
+            return requested_at
         attributes.replaced.clear()
         if saved is None:
             self._state = {"attributes": copy.deepcopy(attributes.state()), "rng": rng_state()}
-            return asked_at
+            return requested_at
         self._state = dict(saved)
         attributes.restore(saved["attributes"])
         set_rng_state(saved["rng"])
-        return asked_at
+        return requested_at

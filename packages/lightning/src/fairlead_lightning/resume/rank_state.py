@@ -61,7 +61,7 @@ def gradients_wait(trainer: L.Trainer) -> bool:
 
 
 def capture(trainer: L.Trainer) -> dict[str, Any]:
-    """This rank's state between two batches; in data parallel training it has buffers of its own (batch norm)."""
+    """This rank's state between two batches; in data parallel training its buffers differ (batch norm)."""
     model = trainer.lightning_module
     waiting = gradients_wait(trainer)
     return {
@@ -81,7 +81,7 @@ def capture(trainer: L.Trainer) -> dict[str, Any]:
 def restore(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
     """Puts back what `capture` gave, generators last."""
     inside = state["where"] in ("batch", "done")
-    compat.restore_logged(trainer, state["logged"], compat.training_place(trainer)[1] if inside else 0)
+    compat.restore_logged(trainer, state["logged"], compat.training_position(trainer)[1] if inside else 0)
     restore_module(trainer.lightning_module, state)
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in vars(trainer)["callbacks"]):
         trainer.accumulate_grad_batches = state.get("accumulate_grad_batches", trainer.accumulate_grad_batches)
@@ -93,7 +93,7 @@ def restore(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
 
 
 def same_ranks(metadata: Mapping[str, Any], trainer: L.Trainer) -> bool:
-    """Whether as many ranks go on as have saved, and the same of them share batches."""
+    """Whether as many ranks resume as have saved, and the same of them share batches."""
     world = trainer.world_size
     return metadata.get("world_size") == world and replicas_in(metadata) == replicas_of(trainer.strategy, world)
 

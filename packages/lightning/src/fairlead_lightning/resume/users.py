@@ -74,10 +74,10 @@ class Users:
         self.attributes.restore(saved if same_ranks else {k: v for k, v in saved.items() if not k.startswith("loader")})
 
     def reasons(self) -> Iterator[Inexact]:
-        """What has changed and cannot be kept."""
-        for place, why in sorted(self.attributes.left.items()):
+        """What has changed and cannot be saved."""
+        for path, why in sorted(self.attributes.left.items()):
             yield Inexact(
-                place,
+                path,
                 why=why,
                 fix="keep plain data there, give its class state_dict and load_state_dict, "
                 "or name what is to be saved in resume_attributes",
@@ -97,7 +97,7 @@ class Users:
             yield [[names.get(id(p), "") for p in group["params"]] for group in one.param_groups[made:]]
 
     def _add_groups(self, state: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Adds them again, before the optimizers' own state comes; one that is there already stays the only one."""
+        """Adds them, before the optimizers' own state comes; one that is there already stays the only one."""
         assert self._trainer is not None
         weights = dict(self._trainer.lightning_module.named_parameters())
         for one, made, added in zip(self._trainer.optimizers, self._groups, state, strict=False):
@@ -132,7 +132,7 @@ def _watch(trainer: L.Trainer, attributes: Attributes) -> None:
         name, kind = f"model {path}".rstrip(), type(module)
         if not is_engines(kind):
             attributes.watch(name, module, _not_watched(module))
-        elif not kind.__module__.startswith("torchmetrics."):  # what they count is kept in another way
+        elif not kind.__module__.startswith("torchmetrics."):  # their sums are saved elsewhere
             numbers = (key for key, one in vars(module).items() if isinstance(one, ATOMS) and key not in OF_A_MODULE)
             attributes.watch(name, module, only=frozenset(numbers))
     count: Counter[str] = Counter()
@@ -192,7 +192,7 @@ def _of_its_base(callback: L.Callback) -> frozenset[str]:
 
 
 def _layers(model: nn.Module) -> dict[str, type]:
-    # A lazy layer becomes another with its first batch, and does so again.
+    # A lazy layer becomes another with its first batch, also in a resumed run.
     found = {path: getattr(one, "cls_to_become", None) or type(one) for path, one in model.named_modules()}
     # One that is pruned is trained under another name.
     return found | {name.removesuffix("_orig"): nn.Parameter for name, _ in model.named_parameters()}
@@ -256,8 +256,8 @@ def _nested(optimizers: Sequence[Optimizer]) -> Iterator[Inexact]:
         if not is_engines(type(one)) and any(isinstance(value, Optimizer) for value in vars(one).values()):
             yield Inexact(
                 f"the optimizer {type(one).__name__}",
-                why="it holds another optimizer, and a resume gives each of them a state of its own",
-                fix="share param_groups and state again in its load_state_dict; --prove-resume shows whether that does",
+                why="it holds another optimizer, and a resume restores each of them separately",
+                fix="share param_groups and state in its load_state_dict; --prove-resume shows whether that does",
                 certain=False,
             )
 

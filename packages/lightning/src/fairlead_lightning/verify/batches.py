@@ -103,7 +103,7 @@ def _samples(batch: Any) -> int | None:
 
 
 def _taken(batch: Any, size: int, numbers: Sequence[int]) -> Any:
-    """Some of its samples, in this order; what has no sample in each place stays."""
+    """Some of its samples, in this order; what does not hold one value a sample stays."""
 
     def of_other(value: Any) -> Any:
         fits = isinstance(value, list) and len(value) == size and not any(map(_holds_tensors, value))
@@ -195,5 +195,5 @@ def _replaced(instance: Any, values: Mapping[str, Any]) -> Any:
 def _same(values: Sequence[Any], where: str) -> Any:
     first = values[0]
     if any(digest(one) != digest(first) for one in values):
-        raise NotOneBatchError(f"{where} is one value for a whole batch, and not the same on all replicas")
+        raise NotOneBatchError(f"{where} is one value for a batch, and not the same on all replicas")
     return first

@@ -95,7 +95,7 @@ def _shares(names: list[str], notes: Notes, references: References, reference: R
         what = "micro-batch" if len({micro for _, _, micro in due}) > 1 else "replica"
         yield (
             f"each {what}'s mean counts the same; in one process they would count {shares}, as they have samples or "
-            "tokens: a mean over unequal counts, averaged again"
+            "tokens: a mean over unequal counts, averaged a second time"
         )
     else:
         yield from _missing(used, due, names, exact)
@@ -153,8 +153,8 @@ def _unreduced(wrong: Tensors, due: Shares, parts: Mapping[Part, Tensors], repli
 def _row_biases(notes: Notes, dim: str) -> list[str]:
     """Biases that every rank of a tensor group holds, of weights that are split."""
     held = notes.fact("placements")
-    whole = [name for name in held if name.endswith("bias") and "Replicate" in _over(dim, held[name])]
-    return [name for name in whole if "Shard" in _over(dim, held.get(f"{name.removesuffix('bias')}weight", ""))]
+    replicated = [name for name in held if name.endswith("bias") and "Replicate" in _over(dim, held[name])]
+    return [name for name in replicated if "Shard" in _over(dim, held.get(f"{name.removesuffix('bias')}weight", ""))]
 
 
 def _over(dim: str, placements: str) -> str:
@@ -173,12 +173,12 @@ def _missing(used: Shares, due: Shares, names: list[str], exact: Tensors) -> Ite
     )
     where = "" if len(names) == len(exact) else f" in {counted(names, exact)}"
     if lost and len(lost) < len(replicas):
-        kept = listed(replicas - set(lost))
-        yield f"only the batch of replica {kept} is in it{where}: not reduced over the replicas"
+        remaining = listed(replicas - set(lost))
+        yield f"only the batch of replica {remaining} is in it{where}: not reduced over the replicas"
     elif early and len(early) < len(numbers):
-        yield f"only {_kept(numbers, early)} of the {len(numbers)} batches of a step is in it{where}: {_LOST}"
+        yield f"only {_left(numbers, early)} of the {len(numbers)} batches of a step is in it{where}: {_LOST}"
     elif dropped and len(dropped) < len(pieces):
-        yield f"only {_kept(pieces, dropped)} of the {len(pieces)} micro-batches of a batch is in it{where}: {_LOST}"
+        yield f"only {_left(pieces, dropped)} of the {len(pieces)} micro-batches of a batch is in it{where}: {_LOST}"
     else:
         shares = ", ".join(f"{used[part]:.2g} for {due[part]:.2g}" for part in used)
         what = "micro-batches" if len(pieces) > 1 else "batches"
@@ -188,7 +188,7 @@ def _missing(used: Shares, due: Shares, names: list[str], exact: Tensors) -> Ite
 _LOST = "the others' gradients are lost"
 
 
-def _kept(numbers: set[int], gone: list[int]) -> str:
+def _left(numbers: set[int], gone: list[int]) -> str:
     left = numbers - set(gone)
     return "the last" if left == {max(numbers)} else f"number {listed(n + 1 for n in left)}"
 
@@ -218,7 +218,7 @@ def _scaled(factor: float, names: list[str], notes: Notes, exact: Tensors) -> st
 
 
 def _between_ranks(others: list[int], names: list[str], notes: Notes, exact: Tensors) -> Iterator[str]:
-    """The ranks do not hold the same whole gradient: each has a part of the sum, or was left out of a reduction."""
+    """The ranks do not hold the same full gradient: each has a part of the sum, or was left out of a reduction."""
     tied = [name for name in names if name in notes.fact("stages")]
     holders = notes.fact("stages")[tied[0]] if tied else range(len(notes.ranks))
     every = [{n: wide(notes.of_rank(rank, "gradients")[n]) for n in names} for rank in holders]
@@ -296,15 +296,15 @@ def _norms(notes: Notes, rank: int, true: float) -> Iterator[tuple[str, float]]:
             yield text, _norm(notes, rank, dims, list(some))
 
 
-def _norm(notes: Notes, rank: int, over: list[str], again: list[str]) -> float:
-    """Of what the ranks have that lie beside this one: on `over` what is cut there, on `again` everything."""
-    own = notes.ranks[rank]["place"]
+def _norm(notes: Notes, rank: int, over: list[str], copies: list[str]) -> float:
+    """Of what the ranks have that lie beside this one: on `over` what is cut there, on `copies` everything."""
+    own = notes.ranks[rank]["coordinates"]
     total = 0.0
     for other in notes.ranks:
-        apart_on = [name for name, index in other["place"].items() if index != own[name]]
+        apart_on = [name for name, index in other["coordinates"].items() if index != own[name]]
         for cut, square in other.get("squares", {}).items():
             cut_on = {name for flattened in cut for name in own if name in flattened.split("_")}
-            total += square if all(d in again or (d in over and d in cut_on) for d in apart_on) else 0.0
+            total += square if all(d in copies or (d in over and d in cut_on) for d in apart_on) else 0.0
     return math.sqrt(total)
 
 

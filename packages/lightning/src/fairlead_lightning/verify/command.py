@@ -32,7 +32,7 @@ _ONE_PROCESS: Final = {
 
 
 def verify(arguments: argparse.Namespace, session: Session) -> int:
-    """0: equal within the noise of float32; 1: not, or nothing was alive; 2: nothing can be said."""
+    """0: equal within the noise of float32; 1: not, or the model is dead; 2: no verdict."""
     for name in ("steps", "repeats"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} needs at least 1", where=f"--{name}", fix=f"leave --{name} out")
@@ -42,9 +42,9 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
     assert job is not None
     layouts = layouts_of(resolution, full=arguments.full)
     require_own_start(resolution, "fairlead verify", nodes=1)
-    place = run_directory(job.model_dump(mode="json"), job.run, resolution.job, session.cwd).parent
+    parent = run_directory(job.model_dump(mode="json"), job.run, resolution.job, session.cwd).parent
     verdicts: list[dict[str, Any]] = []
-    with trial_folder(place, ".verify-") as (folder, kept):
+    with trial_folder(parent, ".verify-") as (folder, retained):
         for layout in layouts:
             own = folder / f"{layout.ranks}-ranks"
             trial = _Trial(arguments, session, checked, layout, own)
@@ -56,15 +56,15 @@ def verify(arguments: argparse.Namespace, session: Session) -> int:
                     return failed.code
                 if not trial.deadlocked:
                     shutil.rmtree(own / "notes")  # batches and weights; the logs stay
-                    kept.append(folder)
+                    retained.append(folder)
                 return 2
             found: dict[str, Any] = json.loads((own / "notes" / REPORT).read_text())
-            said = {
+            header = {
                 "job": " ".join(arguments.job),
                 "strategy": resolution.strategy.name,
                 "scaled": list(layout.remarks),
             }
-            verdicts.append({"ok": found.pop("ok"), **said, **found})
+            verdicts.append({"ok": found.pop("ok"), **header, **found})
             if not verdicts[-1]["ok"]:
                 break
     found = verdicts[-1]
@@ -92,7 +92,7 @@ def _untried(resolution: Resolution, ranks: list[int], settings: dict[str, Any])
 
 
 class _FailedError(Exception):
-    """One side came to no end, and what it said was shown."""
+    """One side did not finish, and its output was shown."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -100,7 +100,7 @@ class _FailedError(Exception):
 
 
 def _checked(arguments: argparse.Namespace, session: Session) -> CheckedJob:
-    """The job as it is asked for, which need not fit this machine; ranks of several nodes are counted as of one."""
+    """The job as requested, which need not fit this machine; ranks of several nodes are counted as of one."""
     given = list(arguments.overrides)
     loaded = load_requested(arguments, session, given)
     trainer = loaded.job.trainer if loaded.job is not None else None
@@ -143,7 +143,7 @@ class _Trial:
         environ = {**self._session.environ, PLAN: plan.to_json()}
         code = run_fairlead(words, self._session, environ, log, self._goes_on)
         if self._deadlock:
-            self._session.warn(f"error: the ranks wait for each other, for {ENDED_AFTER:.0f} s at the same places")
+            self._session.warn(f"error: the ranks wait for each other, for {ENDED_AFTER:.0f} s at the same lines")
             for one in self._deadlock:
                 self._session.warn(f"  where: rank {one['rank']}: {one['at']}")
             self._session.warn(
@@ -152,9 +152,9 @@ class _Trial:
             )
             raise _FailedError(1)
         if code:
-            said = log.read_text(errors="replace").strip()
+            header = log.read_text(errors="replace").strip()
             # What comes before it is of `fit`, and about resuming.
-            self._session.warn(said[max(said.find("\nerror: ") + 1, 0) :])
+            self._session.warn(header[max(header.find("\nerror: ") + 1, 0) :])
             raise _FailedError(code)
         which = f"{self._ranks} ranks" if role == "layout" else "one process"
         if not self._arguments.json:
@@ -181,8 +181,8 @@ class _Trial:
         return True
 
     def _settings(self, role: str) -> dict[str, Any]:
-        asked = self._checked.resolution
-        assert asked is not None
+        requested = self._checked.resolution
+        assert requested is not None
         sets: dict[str, Any] = {
             "run.dir": str(self._folder / "runs"),
             "run.name": role,
@@ -205,6 +205,6 @@ class _Trial:
             "trainer.on_divergence": "ignore",  # copies are compared here, and named with a cause
         }
         for name in ("base_batch_size", "lr_rule"):  # the same rate on both sides, which have other batches
-            if getattr(asked.trainer, name) is not None:
+            if getattr(requested.trainer, name) is not None:
                 sets[f"trainer.{name}"] = None
         return sets

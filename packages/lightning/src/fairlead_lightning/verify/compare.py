@@ -89,7 +89,7 @@ class Compared:
     """All that was compared, in the order of the model.
 
     Attributes:
-        wrong: What is wrong whatever the numbers say: dead models, ranks of a replica with batches of their own.
+        wrong: What is wrong whatever the numbers say: dead models, ranks of one replica that got different batches.
         still: Parameters that are to be trained and did not move in the layout.
         local: Buffers that hold statistics of one rank's batches, and differ.
         zero: Parameters whose gradient, or a part of it, is zero by construction.
@@ -127,10 +127,10 @@ class Compared:
         kinds = list(dict.fromkeys(one.kind for one in found))
         ordered = ("gradient", "clipping norm", "loss", "learning rate")
 
-        def place(one: Difference) -> tuple[int, float]:
+        def position(one: Difference) -> tuple[int, float]:
             return kinds.index(one.kind), 0.0 if one.kind in ordered else -one.relative
 
-        return sorted(found, key=place)
+        return sorted(found, key=position)
 
 
 def compare(notes: Notes, references: References) -> Compared:
@@ -162,11 +162,11 @@ def compare(notes: Notes, references: References) -> Compared:
     _liveness(found, notes, exact)
     context = notes.fact("mesh").get("context", 1)
     if context > 1 and not any(
-        said["attentions"] for said in notes.ranks
-    ):  # each rank computed all of it: right, and not what was asked
-        text = f"context {context}: no attention was computed over the ranks, each had whole sequences"
+        notes_of_rank["attentions"] for notes_of_rank in notes.ranks
+    ):  # each rank computed all of it: right, and not what was requested
+        text = f"context {context}: no attention was computed over the ranks, each had full sequences"
         found.wrong.append(f"{text}; context parallelism was never switched on")
-    if notes.fact("expert") > 1 and not any(said["mixtures"] for said in notes.ranks):
+    if notes.fact("expert") > 1 and not any(notes_of_rank["mixtures"] for notes_of_rank in notes.ranks):
         found.wrong.append(f"expert {notes.fact('expert')}: no mixture is divided, each rank has all experts")
     for rank in notes.other_batches:
         found.wrong.append(f"rank {rank} is of one replica with another rank, and got other batches")
@@ -174,8 +174,8 @@ def compare(notes: Notes, references: References) -> Compared:
     if notes.fact("unlike"):
         text = f"the layout does not begin with the weights that rank 0 has built: {flat(notes.fact('unlike'))}"
         found.wrong.append(text)
-    for rank, said in enumerate(notes.ranks):
-        others = [name for name in said["others"]["start"] if name in exact.weights]
+    for rank, notes_of_rank in enumerate(notes.ranks):
+        others = [name for name in notes_of_rank["others"]["start"] if name in exact.weights]
         if others:
             found.wrong.append(f"rank {rank} does not begin with rank 0's weights: {flat(others)}")
     return found
@@ -197,13 +197,13 @@ class _Tensors:
         to its size, but never more than very little of its size for that, and what float32 can tell apart.
         """
         notes = self._notes
-        # Gradients are compared whole: what is rounding in them is as large in the repeats.
+        # Gradients are compared in full: what is rounding in them is as large in the repeats.
         by_elements = not kind.startswith("gradient")
-        kept = {name: self._mask(name) if by_elements else None for name in exact}
-        cut = {n: _cut(wide(one), kept[n]) for n, one in exact.items()}
-        sizes = {n: norm(cut[n] - _cut(wide(start[n]), kept[n]) if start is not None else cut[n]) for n in exact}
+        masks = {name: self._mask(name) if by_elements else None for name in exact}
+        cut = {n: _cut(wide(one), masks[n]) for n, one in exact.items()}
+        sizes = {n: norm(cut[n] - _cut(wide(start[n]), masks[n]) if start is not None else cut[n]) for n in exact}
         noises = {
-            n: max((norm(_cut(wide(run[n]), kept[n]) - cut[n]) for run in repeats if n in run), default=0.0)
+            n: max((norm(_cut(wide(run[n]), masks[n]) - cut[n]) for run in repeats if n in run), default=0.0)
             for n in exact
         }
         zero = {name for name in exact if not by_elements and self._is_zero(name)}
@@ -224,7 +224,7 @@ class _Tensors:
                 continue
             if kind == "optimizer state" and name not in tensors and self._holds(tensors, name):
                 continue  # a count of an expert's steps, which its ranks alone have
-            off = self._off(tensors.get(name), cut[name], kept[name])
+            off = self._off(tensors.get(name), cut[name], masks[name])
             found.append(Difference(kind, name, off, sizes[name], noise, zero=name in zero))
         for rank in range(1, len(notes.ranks)):
             found += self._of_rank(rank, kind, what, exact, {f.name: f for f in found if not f.rank})
@@ -233,7 +233,7 @@ class _Tensors:
     def _of_rank(
         self, rank: int, kind: Kind, what: str, exact: Tensors, first: dict[str, Difference]
     ) -> Iterator[Difference]:
-        """Copies that differ from rank 0's: of gradients within the noise, of what is kept bit by bit."""
+        """Copies that differ from rank 0's: of gradients within the noise, of stored tensors bit by bit."""
         notes = self._notes
         tensors, base = self._tensors(rank, what, exact), self._tensors(0, what, exact)
         for name in notes.ranks[rank]["others"][what]:
@@ -288,19 +288,21 @@ def _norms(notes: Notes, references: References) -> Iterator[Difference]:
     """The norm that each rank clips by."""
     true = references.exact.norm
     noise = max(abs(one.norm - true) for one in references.repeats)
-    for rank, said in enumerate(notes.ranks):
-        if "clipped_by" in said:
-            # Found by a division: a few units in the last place of float32 more.
+    for rank, notes_of_rank in enumerate(notes.ranks):
+        if "clipped_by" in notes_of_rank:
+            # Found by a division: a few units of float32 more.
             noise = max(noise, 4 * EPSILON * true)
-            yield Difference("clipping norm", f"rank {rank}", abs(said["clipped_by"] - true), true, noise, rank)
+            yield Difference(
+                "clipping norm", f"rank {rank}", abs(notes_of_rank["clipped_by"] - true), true, noise, rank
+            )
 
 
 def _rates(notes: Notes, exact: Trained) -> Iterator[Difference]:
     """The learning rate of each step, of each rank that has another than the first one with its groups."""
-    for rank, said in enumerate(notes.ranks):
-        if rank and said["rates"] == notes.ranks[0]["rates"]:
+    for rank, notes_of_rank in enumerate(notes.ranks):
+        if rank and notes_of_rank["rates"] == notes.ranks[0]["rates"]:
             continue
-        for number, (own, true) in enumerate(zip(said["rates"], exact.rates, strict=False)):
+        for number, (own, true) in enumerate(zip(notes_of_rank["rates"], exact.rates, strict=False)):
             if len(own) != len(true):
                 continue  # groups of a stage's parameters
             off = math.dist(own, true)

@@ -22,7 +22,7 @@ _MOST: Final = 8
 _COPIES: Final = ("replicate", "shard", "data_parallel")
 _DIMENSIONS: Final = ("pipeline", "replicate", "shard", "data_parallel", "context", "tensor")
 _PART_OF_OTHERS: Final = ("expert",)
-"""Dimensions that lie in others, and add no ranks of their own."""
+"""Dimensions that lie in others, and add no ranks."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def _layout(resolution: Resolution, sizes: dict[str, int], small: dict[str, int]
     if moved and getattr(strategy, "process_group_backend", "auto") != "auto":
         changes["process_group_backend"] = "auto"
     if changes:
-        asked = strategy.model_dump(mode="json", exclude_defaults=True)
-        settings["trainer.strategy"] = {**asked, "name": strategy.name, **changes}
+        given = strategy.model_dump(mode="json", exclude_defaults=True)
+        settings["trainer.strategy"] = {**given, "name": strategy.name, **changes}
     if resolution.precision.name != "32-true":
         remarks.append(
             f"verified in 32-true, not in {resolution.value('precision')}: rounding would hide what is wrong"

@@ -40,8 +40,8 @@ def without_stops(checked: CheckedJob) -> CheckedJob:
     resolution, job = checked.resolution, checked.loaded.job
     assert resolution is not None
     assert job is not None
-    kept = [one for one in job.trainer.callbacks if not stops(one.class_, checked.loaded.root)]
-    trainer = job.trainer.model_copy(update={"callbacks": kept})
+    others = [one for one in job.trainer.callbacks if not stops(one.class_, checked.loaded.root)]
+    trainer = job.trainer.model_copy(update={"callbacks": others})
     loaded = dataclasses.replace(checked.loaded, job=job.model_copy(update={"trainer": trainer}))
     return dataclasses.replace(checked, loaded=loaded, resolution=dataclasses.replace(resolution, trainer=trainer))
 

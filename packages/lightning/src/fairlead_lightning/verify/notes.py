@@ -15,10 +15,10 @@ from fairlead_lightning.verify.plan import START, batches_file, rank_file
 
 @dataclass
 class Notes:
-    """A layout's training, whole.
+    """The complete training of a layout.
 
     Attributes:
-        ranks: What each rank has said, by rank.
+        ranks: The notes of each rank, by rank.
         start: Weights and buffers of rank 0 before the first batch.
         batches: Those of each replica, in order.
     """
@@ -48,7 +48,7 @@ class Notes:
         return cls(ranks, _load(folder / START), [one[:count] for one in batches])
 
     def fact(self, name: str) -> Any:
-        """What rank 0 has said, where it is the same on all ranks: `accumulate`, `placements`."""
+        """A fact that is the same on all ranks: `accumulate`, `placements`."""
         return self.ranks[0][name]
 
     @property
@@ -59,7 +59,7 @@ class Notes:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel replicas, each of which takes batches of its own."""
+        """Data-parallel replicas, each of which takes different batches."""
         return len(self.batches)
 
     @property

@@ -62,7 +62,7 @@ class Batches:
 
 
 def stand_in(batches: Sequence[GlobalBatch], length: int | None, real: Any) -> Any:
-    """The noted batches in place of a loader; a DataLoader stays one, for code that asks for its type."""
+    """The noted batches instead of a loader; a DataLoader stays one, for code that asks for its type."""
     if not isinstance(real, DataLoader):
         return Batches(batches, length, real)
     kind = type(real)
@@ -164,7 +164,7 @@ class OtherSeeds(TorchFunctionMode):
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """With another number of threads, sums are cut in other places."""
+    """With another number of threads, sums are cut elsewhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

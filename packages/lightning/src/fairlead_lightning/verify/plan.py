@@ -1,4 +1,4 @@
-"""What the processes of a verification are told, and the names of what they leave in its folder; torch-free."""
+"""The instructions to the processes of a verification, and the names of the files that they leave; torch-free."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _SMALL: Final = 1e-3
 """The limit, as a multiple of the right norm: below what a part of the model has, which is clipped all the same."""
 
 
-def clipping_norm(trainer: L.Trainer, optimizer: Any, whole: dict[str, Tensor]) -> dict[str, Any]:
+def clipping_norm(trainer: L.Trainer, optimizer: Any, full: dict[str, Tensor]) -> dict[str, Any]:
     """The norm, found by clipping to much less than it should be, and undone; a collective of all ranks.
 
     Returns:
@@ -45,7 +45,7 @@ def clipping_norm(trainer: L.Trainer, optimizer: Any, whole: dict[str, Tensor]) 
         return {}
     if not isinstance(optimizer, Optimizer) or not _clips_by_norm(trainer):
         return {}
-    squares = sum(float(wide(grad).square().sum()) for grad in whole.values())
+    squares = sum(float(wide(grad).square().sum()) for grad in full.values())
     limit = _SMALL * math.sqrt(gather_objects(squares)[0])  # the same on all ranks, as a limit is
     if limit == 0:
         return {}
@@ -67,10 +67,10 @@ def clipping_norm(trainer: L.Trainer, optimizer: Any, whole: dict[str, Tensor]) 
     own = sum(held.values())
     if own == 0:
         return {"squares": held}
-    kept = sum(float((wide(one) * wide(was)).sum()) for one, was in zip(local, before, strict=True)) / own
+    unclipped = sum(float((wide(one) * wide(was)).sum()) for one, was in zip(local, before, strict=True)) / own
     for one, was in zip(local, before, strict=True):
         one.copy_(was)
-    return {"squares": held, "clipped_by": limit / kept if kept else math.inf}
+    return {"squares": held, "clipped_by": limit / unclipped if unclipped else math.inf}
 
 
 def own_clipping_norm(trainer: L.Trainer) -> dict[str, Any]:
@@ -155,14 +155,14 @@ def _states(named: dict[str, Any], optimizers: list[Any], stage: dist.ProcessGro
             value = torch.zeros_like(named[name].detach())
         if value is None:
             continue
-        whole = on_all_ranks(value, stage) if apart else _full(value)
-        found[f"{key} of {name}"] = whole.to("cpu", copy=True)
+        full = on_all_ranks(value, stage) if apart else _full(value)
+        found[f"{key} of {name}"] = full.to("cpu", copy=True)
     return found
 
 
 def _full(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return whole
+    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return full
 
 
 def rates(optimizer: Any) -> list[float]:
@@ -172,7 +172,7 @@ def rates(optimizer: Any) -> list[float]:
 
 @dataclass
 class Trained:
-    """What a training did to the model, whole and by the names of the unsplit model.
+    """What a training did to the model: full tensors by the names of the unsplit model.
 
     Attributes:
         gradients: Those of the first step of each optimizer: complete, behind all hooks, and not clipped.
@@ -181,7 +181,7 @@ class Trained:
         first: The weights after the first step.
         weights: Those at the end.
         buffers: Those at the end.
-        state: What the optimizers hold at the end; None where they cannot be asked.
+        state: What the optimizers hold at the end; None where they do not tell.
         rates: The learning rates of each step.
     """
 
@@ -285,7 +285,7 @@ class Probe(L.Callback):
         if not any(optimizer is one for one in self._stepped):
             self._stepped.append(optimizer)
             found = _gradients_of(trainer, module, optimizer)
-            # Flat parameters of a layout have names of their own; one process says which it has.
+            # Flat parameters of a layout have other names; one process knows which it has.
             self.seen.applied.update(_of_optimizer(found, module, optimizer) if trainer.world_size == 1 else found)
 
     def first_step(self, trainer: L.Trainer, optimizer: Any) -> None:
@@ -296,11 +296,11 @@ class Probe(L.Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self.seen.losses.append(float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else math.nan)
         if self._optimizers and not self.seen.first:
-            self.seen.first = _asked(trainer, "full_parameters")
+            self.seen.first = _full_tensors(trainer, "full_parameters")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps are made."""
-        self.seen.weights = _asked(trainer, "full_parameters")
+        self.seen.weights = _full_tensors(trainer, "full_parameters")
         self.seen.buffers = full_buffers(pl_module)
         self.seen.state = optimizer_state(trainer, pl_module)
         for handle in self._handles:
@@ -336,7 +336,7 @@ class ReferenceProbe(Probe):
             here[name].copy_(tensor)
 
     def _applied(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        """The schedule goes on; its rates are replaced in each step."""
+        """The schedule continues; its rates are replaced in each step."""
         number = len(self.seen.rates)
         if number < len(self._given):
             for group, rate in zip(optimizer.param_groups, self._given[number], strict=True):
@@ -380,10 +380,10 @@ class LayoutProbe(Probe):
             return move(batch, *args, **kwargs)
 
         def built(*args: Any, **kwargs: Any) -> Any:
-            """Parts of models that the ranks began each for itself would make one that nobody has."""
+            """Parts of models that each rank initialized differently would make a model that no rank has."""
             before = {name: _start(p) for name, p in pl_module.named_parameters()}
             done = build(*args, **kwargs)
-            after = _asked(trainer, "full_parameters")
+            after = _full_tensors(trainer, "full_parameters")
             known = [name for name, p in before.items() if p is not None and name in after]
             self._unlike = [name for name in known if not torch.equal(before[name], after[name])]  # type: ignore[arg-type]
             return done
@@ -397,11 +397,11 @@ class LayoutProbe(Probe):
 
     def begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Rank 0's weights are those that the reference begins with."""
-        parameters = _asked(trainer, "full_parameters")
+        parameters = _full_tensors(trainer, "full_parameters")
         start = {**parameters, **full_buffers(pl_module)}
         own = {plain_name(name) for name, p in pl_module.named_parameters() if p.requires_grad}
         trainable = set().union(*gather_objects(own))  # a stage of a pipeline is one rank's
-        if not trainable & parameters.keys():  # flat parameters have names of their own
+        if not trainable & parameters.keys():  # flat parameters have other names
             trainable = set(parameters)
         contexts = [part.__dict__.get("_context_parallel") for part in pl_module.modules()]
         self._contexts = [one for one in contexts if one is not None]
@@ -412,7 +412,7 @@ class LayoutProbe(Probe):
         knows = hasattr(trainer.strategy, "full_parameters")  # of shards that are no DTensors
         self._facts = {
             "placements": placements(pl_module) if not knows else {},
-            "held": "whole on each rank" if not knows else None,
+            "held": "in full on each rank" if not knows else None,
             "stages": _stages(trainer.strategy),
             "micro_batches": 1,
             "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None else {},
@@ -454,7 +454,7 @@ class LayoutProbe(Probe):
         index, count = self._replica
         notes = {
             **self._facts,
-            "place": _place(pl_module),
+            "coordinates": _coordinates(pl_module),
             "replica": index,
             "replicas": count,
             "losses": self.seen.losses,
@@ -473,7 +473,7 @@ class LayoutProbe(Probe):
         folder = self._plan.folder
         torch.save(notes, folder / rank_file(trainer.global_rank))
         if self._batches:
-            # A loader may be asked for a batch that is not trained on any more.
+            # A loader may make a batch that is not trained on any more.
             torch.save(self._batches[: len(self.seen.losses)], folder / batches_file(index))
 
     def _read(self, trainer: L.Trainer) -> list[Reading]:
@@ -484,12 +484,12 @@ class LayoutProbe(Probe):
 
 def _gradients_of(trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> Tensors:
     """Those that are there; with several optimizers another's may be there as well, of a loss that is not its own."""
-    found = _asked(trainer, "full_gradients")
+    found = _full_tensors(trainer, "full_gradients")
     return _of_optimizer(found, module, optimizer) if len(trainer.optimizers) > 1 else found
 
 
 def _clips_within_step(strategy: Any) -> bool:
-    """DeepSpeed's engine, which has no whole gradients any more when its optimizer begins."""
+    """DeepSpeed's engine, which has no full gradients any more when its optimizer begins."""
     return hasattr(strategy, "clipping_norm")
 
 
@@ -499,7 +499,7 @@ def _of_optimizer(gradients: Tensors, module: L.LightningModule, optimizer: Any)
     return {name: grad for name, grad in gradients.items() if name in mine}
 
 
-def _asked(trainer: L.Trainer, what: str) -> Tensors:
+def _full_tensors(trainer: L.Trainer, what: str) -> Tensors:
     """`full_parameters` or `full_gradients`: the strategy's own, or those of the module."""
     own = getattr(trainer.strategy, what, None)
     if own is not None:
@@ -532,7 +532,7 @@ def _stages(strategy: Any) -> dict[str, list[int]]:
     return held
 
 
-def _place(module: L.LightningModule) -> dict[str, int]:
+def _coordinates(module: L.LightningModule) -> dict[str, int]:
     """Where this rank is on each dimension of the mesh."""
     mesh = getattr(module, "device_mesh", None)
     if mesh is None:
@@ -541,7 +541,7 @@ def _place(module: L.LightningModule) -> dict[str, int]:
 
 
 def _start(parameter: Tensor) -> Tensor | None:
-    """A copy of a parameter that is whole and has values."""
+    """A copy of an unsplit parameter that has values."""
     if parameter.is_meta or is_dtensor(parameter):
         return None
     return parameter.detach().to("cpu", copy=True)

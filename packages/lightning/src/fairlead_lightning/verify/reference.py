@@ -1,4 +1,4 @@
-"""The same job in one process: in float64, in float32, and again with its samples in another order."""
+"""The same job in one process: in float64, in float32, and with its samples in another order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _close(one: float, other: float) -> bool:
 
 @contextmanager
 def seeing_world_size(ranks: int) -> Iterator[None]:
-    """Code inside that asks for the number of ranks is told this one, as rank 0."""
+    """Code inside that reads the number of ranks gets this one, as rank 0."""
     with ExitStack() as stack:
         for name in ("world_size", "num_devices"):
             stack.enter_context(patch.object(L.Trainer, name, ranks))
@@ -111,7 +111,7 @@ def require_little_noise(exact: Any, runs: Sequence[Any], notes: Notes) -> None:
     """Raises where what float32 does to a gradient, a weight or a loss is more than rounding.
 
     Raises:
-        ConfigError: Nothing could be said of a fault of that size.
+        ConfigError: A fault of that size could not be seen.
     """
     gradients = [one.gradients for one in runs]
     masks = {name: resolved(name, exact.gradients, gradients) for name in exact.gradients}
@@ -149,7 +149,7 @@ def _worst(
 def _too_much(what: str, far: str, step: int) -> ConfigError:
     since = "its gradients" if step == 1 else f"weights from step {step} on"
     return ConfigError(
-        f"the job cannot be verified: nothing can be said of {since}",
+        f"the job cannot be verified: no fault can be seen in {since}",
         where="model",
         why=f"float32 alone changes {what} by {far}, in one process and with the samples in another order: that is "
         "no rounding, and would hide a fault of that size",
@@ -160,7 +160,7 @@ def _too_much(what: str, far: str, step: int) -> ConfigError:
 
 _SEED = 20_231
 _RANDOM = 1e-5
-"""Two trainings in float64 that differ by more, relative to the whole gradient, do not differ by rounding."""
+"""Two trainings in float64 that differ by more, relative to the full gradient, do not differ by rounding."""
 
 
 class Build(Protocol):
@@ -185,7 +185,7 @@ class References:
         repeats: In float32: as it is, then with the samples of each batch in another order.
         by_replica: Whether the batches of the replicas were taken one after the other, not put together.
         remarks: What was found about the model on the way.
-        alone: The batches that one process reads from the user's own loader; None where it cannot be asked.
+        alone: The batches that one process reads from the user's own loader; None where it is unknown.
         epochs: What it reads in an epoch, of each loader.
         rates: Why it was trained with the learning rates of the layout; empty: it was not.
     """
@@ -273,7 +273,7 @@ class Reference:
             return ""
         return (
             "the replicas' batches, put together along dimension 0, are no sum of their parts: their samples lie along "
-            "another one (--batch-dim), or a layer or the loss looks at the whole batch of a replica"
+            "another one (--batch-dim), or a layer or the loss depends on the full batch of a replica"
         )
 
     def take_rates(self, alone: Rates) -> bool:
@@ -292,7 +292,7 @@ class Reference:
         seen = alike(self._rates_as_on(ranks), own)
         if not seen and not by_rule(own, alone, [ranks, notes.replicas]):
             return False
-        proof = f"one process that is told of {ranks} ranks has them, too" if seen else "one factor in all steps"
+        proof = f"one process that sees {ranks} ranks has them, too" if seen else "one factor in all steps"
         self._rates = own
         self._why_rates = (
             f"learning rates are {shown(own)} on {ranks} ranks and {shown(alone)} in one process, made of the number "
@@ -301,7 +301,7 @@ class Reference:
         return True
 
     def _rates_as_on(self, ranks: int) -> Rates | None:
-        """The rates of one process whose `configure_optimizers` is told of so many ranks; None: it does not run so."""
+        """The rates of one process whose `configure_optimizers` sees so many ranks; None: it does not run so."""
         try:
             return self._train(self._batches([]), "32-true", world_size=ranks).rates
         except Exception:  # the user's code, in a world that is not there: no explanation
@@ -333,7 +333,7 @@ class Reference:
         return self._train(self._batches([]), "64-true", steps=1, start=scaled).gradients
 
     def _require_no_randomness(self, batches: Sequence[GlobalBatch], precision: str, exact: Trained) -> None:
-        """The same again has the same bits; with other seeds, too."""
+        """A repeated training has the same bits; with other seeds, too."""
         reasons = (
             "two trainings in one process with the same seeds, order and precision differ: it has a generator of its "
             "own, or reads a clock or anything else that changes",
@@ -373,7 +373,7 @@ class Reference:
         return [list(step) for step in zip(*self._notes.batches, strict=True)]
 
     def _batches(self, remarks: list[str], why: str = "") -> list[GlobalBatch]:
-        """Put together, or those of all replicas for each step, and then it is said why."""
+        """Put together, or those of all replicas for each step with a remark why."""
         notes = self._notes
         every = self._each()
         if notes.replicas == 1:
@@ -395,7 +395,7 @@ class Reference:
                 why=f"{why}, and a manual optimization cannot be trained replica by replica",
                 fix="layer_sync: torch_sync_batchnorm; or batches of one shape",
             )
-        remarks.append(f"{why}: compared replica by replica, not with whole batches")
+        remarks.append(f"{why}: compared replica by replica, not with joined batches")
         self._dim = None  # from now on
         return every
 
@@ -512,7 +512,7 @@ def _unlike(one: float, other: float) -> bool:
 
 
 def _rounded_otherwise(start: Tensors, seed: int) -> Tensors:
-    """Weights that differ by half a unit in their last place, up or down."""
+    """Weights that differ by half a unit of float32, up or down."""
     generator = torch.Generator().manual_seed(seed)
 
     def other(tensor: Tensor) -> Tensor:
@@ -536,6 +536,6 @@ def shuffled_batch(batch: Any, seed: int) -> Any:
 def apart(one: Tensors, other: Tensors) -> float:
     """How far two gradients are apart, relative to the second, as one vector."""
     both: Iterable[str] = one.keys() & other.keys()
-    whole = math.sqrt(dot(other, other))
+    size = math.sqrt(dot(other, other))
     off = math.sqrt(sum(float((wide(one[name]) - wide(other[name])).square().sum()) for name in both))
-    return off / whole if whole else off
+    return off / size if size else off

@@ -1,7 +1,7 @@
 """Which samples are read: by several replicas or workers, by none of them, or from data that differ on the ranks.
 
-Batches show only the steps that are compared. So each rank also draws a whole epoch behind its training, and so does
-the one process: the places of a map-style dataset, without reading it, where it is the same everywhere; the
+Batches show only the steps that are compared. So each rank also draws a full epoch after its training, and so does
+the one process: the indices of a map-style dataset, without reading it, where it is the same everywhere; the
 fingerprints of the samples where it is not, and of a stream. Each is drawn twice. What one process would not draw
 again (a sampler with replacement), or what a second pass gives in part only (a stream with a position), says nothing.
 """
@@ -28,8 +28,8 @@ from fairlead_lightning.verify.batches import digest, rows
 
 _PROBED: Final = 8
 """Samples of a dataset that are compared between the ranks."""
-_PLACES: Final = 2_000_000
-"""The most places of an epoch that a rank draws."""
+_MOST_INDICES: Final = 2_000_000
+"""The most indices of an epoch that a rank draws."""
 _SAMPLES: Final = 5_000
 """The most samples that it reads for their fingerprints."""
 _SECONDS: Final = 10.0
@@ -53,8 +53,8 @@ class Reading:
         by_position: A sampler of torch's, or ours, splits it between the ranks.
         slack: Samples of an epoch that a rank may leave out, as its last batch is not full.
         batch: Samples of a batch.
-        places: Of a map-style dataset; None where they cannot be drawn again.
-        samples: Fingerprints, where places do not tell; None where they were not read.
+        indices: Of a map-style dataset; None where they cannot be drawn again.
+        samples: Fingerprints, where indices do not tell; None where they were not read.
         begun: Those of the first samples of a stream that is too long for its fingerprints.
         why: Why neither is there.
     """
@@ -65,7 +65,7 @@ class Reading:
     by_position: bool = False
     slack: int = 0
     batch: int = 1
-    places: Passes | None = None
+    indices: Passes | None = None
     samples: Passes | None = None
     begun: Sequence[Hashable] | None = None
     why: str = ""
@@ -108,7 +108,7 @@ def _probe(loader: Any) -> Reading:
     """The dataset of a loader, and a few of its samples."""
     if not isinstance(loader, DataLoader):
         name = type(getattr(loader, "loader", loader)).__name__
-        return Reading(name, why=f"{name} has a state of its own, or is no DataLoader")
+        return Reading(name, why=f"{name} is stateful, or no DataLoader")
     dataset, size = _dataset(loader), loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
     batch = size if isinstance(size, int) else 1
     name = type(dataset).__name__
@@ -122,9 +122,9 @@ def _probe(loader: Any) -> Reading:
     found = Reading(name, by_position=splits, slack=batch - 1 if drops else 0, batch=batch)
     try:
         length = len(dataset)
-        places = sorted({i * (length - 1) // (_PROBED - 1) for i in range(_PROBED)}) if length else []
+        indices = sorted({i * (length - 1) // (_PROBED - 1) for i in range(_PROBED)}) if length else []
         # Random transforms of the global generators give the same on all ranks; others give another sample.
-        first, second = ([_fingerprint(dataset, at, at) for at in places] for _ in range(2))
+        first, second = ([_fingerprint(dataset, at, at) for at in indices] for _ in range(2))
     except Exception:  # it is read by names, or has no length: then what its sampler gives says which samples
         return found
     return replace(found, length=length, some=first if first == second else None)
@@ -143,32 +143,32 @@ def _drawn(loader: Any, found: Reading, states: Sequence[Generators], same: bool
             return _streamed(loader, found, states)
         keys = [_keys(loader, one) for one in states]
         if any(one is None for one in keys):
-            return replace(found, why=f"the sampler of {found.name} has a position of its own, or no end")
-        places: Passes = [[_place(key) for key in one or ()] for one in keys]
-        found = replace(found, places=places)
+            return replace(found, why=f"the sampler of {found.name} has a position, or no end")
+        indices: Passes = [[_index(key) for key in one or ()] for one in keys]
+        found = replace(found, indices=indices)
         if same:
             return found
         return _sampled(loader, found, [one or [] for one in keys])
-    except Exception as error:  # the user's code, asked for more than a training asks
-        return replace(found, why=f"{found.name} cannot be read again: {type(error).__name__}: {error!s:.80}")
+    except Exception as error:  # the user's code, read more often than a training does
+        return replace(found, why=f"{found.name} cannot be read twice: {type(error).__name__}: {error!s:.80}")
 
 
 def _keys(loader: Any, state: Generators) -> list[Any] | None:
-    """What the sampler gives in an epoch, in order; None: it goes on where it was, or has no end."""
+    """What the sampler gives in an epoch, in order; None: it continues where it was, or has no end."""
     batches, sampler = loader.batch_sampler, _sampler(loader)
-    kept = [one for one in (batches, sampler) if hasattr(one, "state_dict")]
+    stateful = [one for one in (batches, sampler) if hasattr(one, "state_dict")]
     if isinstance(batches, ReplayedOrder) and batches.is_stateful:
         return None
-    if not isinstance(batches, Order) and any(not isinstance(one, ResumableDistributedSampler) for one in kept):
+    if not isinstance(batches, Order) and any(not isinstance(one, ResumableDistributedSampler) for one in stateful):
         return None
     set_cpu_states(state)
     plain = batches is None or type(batches) is BatchSampler  # whose last batch does not matter
     drawn = iter(sampler) if plain else chain.from_iterable(batches)
-    found = list(islice(drawn, _PLACES + 1))
-    return found if len(found) <= _PLACES else None
+    found = list(islice(drawn, _MOST_INDICES + 1))
+    return found if len(found) <= _MOST_INDICES else None
 
 
-def _place(key: Any) -> Hashable:
+def _index(key: Any) -> Hashable:
     try:
         return operator.index(key)
     except TypeError:  # a name, a pair
@@ -182,14 +182,14 @@ def _sampled(loader: Any, found: Reading, keys: list[list[Any]]) -> Reading:
         return replace(found, why=f"an epoch of {found.name}, which is not the same everywhere, is long")
     known: dict[Hashable, str] = {}
     for key in chain.from_iterable(keys):
-        if _place(key) in known:
+        if _index(key) in known:
             continue
-        known[_place(key)] = _fingerprint(dataset, key, 0)
-        if len(known) <= _PROBED and known[_place(key)] != _fingerprint(dataset, key, 1):
+        known[_index(key)] = _fingerprint(dataset, key, 0)
+        if len(known) <= _PROBED and known[_index(key)] != _fingerprint(dataset, key, 1):
             return replace(found, why=f"{found.name} draws its samples at random")
         if time.monotonic() - began > _SECONDS:
             return replace(found, why=f"{found.name} is slow to read")
-    return replace(found, samples=[[known[_place(key)] for key in one] for one in keys])
+    return replace(found, samples=[[known[_index(key)] for key in one] for one in keys])
 
 
 def _streamed(loader: Any, found: Reading, states: Sequence[Generators]) -> Reading:
@@ -214,7 +214,7 @@ def unlike_one_process(replicas: Sequence[Sequence[Reading]], alone: Sequence[Re
 
     Args:
         replicas: What each replica reads, of each loader.
-        alone: What one process reads; None where its loader cannot be asked.
+        alone: What one process reads; None where its loader is unknown.
 
     Returns:
         What is missing or read more than once, a sentence for each loader; and why it is not known of some.
@@ -223,26 +223,26 @@ def unlike_one_process(replicas: Sequence[Sequence[Reading]], alone: Sequence[Re
         return [], "the loader is not known in one process"
     found, unknown = [], ""
     for number, single in enumerate(alone):
-        said, why = _of_loader([one[number] for one in replicas], single)
-        found += said
+        wrong, why = _of_loader([one[number] for one in replicas], single)
+        found += wrong
         unknown = unknown or why
     return found, unknown
 
 
 def _of_loader(ranks: Sequence[Reading], alone: Reading) -> tuple[list[str], str]:
     every = [*ranks, alone]
-    by_place = all(one.places is not None and one.dataset == alone.dataset for one in every)
-    passes = [one.places if by_place else one.samples for one in every]
+    by_index = all(one.indices is not None and one.dataset == alone.dataset for one in every)
+    passes = [one.indices if by_index else one.samples for one in every]
     if any(one is None for one in passes):
         if all(one.begun or one.samples for one in every):
             return _of_beginnings([one.begun or (one.samples or [[]])[0] for one in every], alone.name)
         why = next((one.why for one in every if one.why), "")
         return [], why or f"{alone.name} is another one in one process"
     *drawn, single = [one for one in passes if one is not None]
-    if by_place and alone.by_position and alone.length is not None:  # a sampler for ranks that one process has not
+    if by_index and alone.by_position and alone.length is not None:  # a sampler for ranks that one process has not
         single = [list(range(alone.length))] * 2
     if any(len(one[0]) != len(one[1]) or not one[0] for one in (*drawn, single)):
-        return [], f"{alone.name} does not begin again"
+        return [], f"{alone.name} does not restart"
     due = Counter(single[0])
     if due != Counter(single[1]):
         return [], f"which samples of {alone.name} an epoch has is drawn at random"
@@ -254,8 +254,8 @@ def _of_loader(ranks: Sequence[Reading], alone: Reading) -> tuple[list[str], str
             return [], f"{alone.name} has other samples in one process"
         missing = due - read
         twice = +Counter({key: count - max(due[key], 1) for key, count in read.items()})
-        if by_place and _is_tail(missing, read) and missing.total() < len(ranks) * ranks[0].batch:
-            missing.clear()  # a dataset that is cut to whole batches
+        if by_index and _is_tail(missing, read) and missing.total() < len(ranks) * ranks[0].batch:
+            missing.clear()  # a dataset that is cut to full batches
         if missing.total() <= slack and twice.total() <= len(ranks) - 1:
             more = len(read.keys() - due.keys())
             text = f"{more} samples of {alone.name} are not read in one process, such as other parts for each rank"
@@ -264,7 +264,7 @@ def _of_loader(ranks: Sequence[Reading], alone: Reading) -> tuple[list[str], str
     missing, twice = amiss[0]
     numbers = {key: at for at, key in reversed(list(enumerate(single[0])))}
     keys: list[Any] = sorted(numbers[key] for key in missing)
-    if by_place:
+    if by_index:
         keys = sorted(missing, key=lambda key: (isinstance(key, str), key))
     return [_sentence(alone.name, due.total(), missing.total(), twice.total(), keys, len(ranks))], ""
 
@@ -284,16 +284,16 @@ def _of_beginnings(every: Passes, name: str) -> tuple[list[str], str]:
 
 
 def _is_tail(missing: Iterable[Any], read: Iterable[Any]) -> bool:
-    """Whether all that is missing lies behind the last place that is read."""
-    places, others = list(missing), list(read)
-    numbers = all(isinstance(key, int) for key in (*places, *others))
-    return numbers and bool(others) and all(key > max(others) for key in places)
+    """Whether all that is missing lies behind the last index that is read."""
+    indices, others = list(missing), list(read)
+    numbers = all(isinstance(key, int) for key in (*indices, *others))
+    return numbers and bool(others) and all(key > max(others) for key in indices)
 
 
 def repeats(alone: Sequence[Reading] | None) -> bool:
     """Whether one process itself reads samples several times in an epoch, or draws which ones it reads."""
     for one in alone or ():
-        for passes in (one.places, one.samples):
+        for passes in (one.indices, one.samples):
             if passes is None:
                 continue
             if Counter(passes[0]) != Counter(passes[1]) or len(set(passes[0])) < len(passes[0]):
@@ -307,7 +307,7 @@ def _sentence(name: str, total: int, missing: int, twice: int, names: list[Any],
     if missing and twice:
         return (
             f"samples are missing: of {name}, an epoch of {replicas} replicas leaves out {where} and reads {twice} "
-            "more than once: each rank takes its part of an order of its own; shuffle with one seed on all ranks, "
+            "more than once: each rank takes its part of another order; shuffle with one seed on all ranks, "
             "before the order is split"
         )
     if missing:
@@ -322,7 +322,7 @@ def _sentence(name: str, total: int, missing: int, twice: int, names: list[Any],
 
 
 def other_datasets(ranks: Sequence[Sequence[Reading]], replicas: Sequence[int]) -> Iterator[str]:
-    """A sampler gives each rank other places of one dataset: it has to be one."""
+    """A sampler gives each rank other indices of one dataset: it has to be the same dataset."""
     for rank, readings in enumerate(ranks):
         if replicas[rank] == replicas[0]:
             continue
@@ -349,8 +349,8 @@ def read_twice(
 
     Args:
         batches: Those of each replica.
-        alone: The batches that one process reads; None where its loader cannot be asked.
-        epoch_ends: Whether the batches are a whole epoch, at whose end samplers repeat samples to make ranks even.
+        alone: The batches that one process reads; None where its loader is unknown.
+        epoch_ends: Whether the batches are a full epoch, at whose end samplers repeat samples to make ranks even.
         repeating: Whether an epoch of one process has samples several times.
     """
     own = [Counter(_fingerprints(one)) for one in batches]
@@ -363,7 +363,7 @@ def read_twice(
     if alone is not None:
         single: Counter[str] = Counter(islice(_fingerprints(alone), total))
         if repeating or any(count > 1 for count in single.values()):
-            # Data that repeat themselves: only whole batches, one behind the other, show that they are the same.
+            # Data that repeat themselves: only full batches, one after the other, show that they are the same.
             same = len({tuple(digest(batch) for batch in one) for one in batches}) == 1
             steps = len({digest(batch) for batch in batches[0]})
             if not same or len(batches) == 1 or steps < 2:

@@ -100,14 +100,14 @@ def _worst(compared: Compared) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for kind, every in kinds.items():
-        told = [one for one in every if not one.zero and (one.red or not one.void)]
+        meaningful = [one for one in every if not one.zero and (one.red or not one.void)]
         if every:
-            one = max(told or every, key=lambda one: one.ratio if not math.isnan(one.ratio) else math.inf)
-            if not told:
+            one = max(meaningful or every, key=lambda one: one.ratio if not math.isnan(one.ratio) else math.inf)
+            if not meaningful:
                 found[kind] = {"count": 0, "red": 0, "name": "moved too little", "relative": 0.0, "ratio": 0.0}
                 continue
             numbers = {"name": one.name, "relative": _number(one.relative), "ratio": _number(one.ratio)}
-            found[kind] = {"count": len(told), "red": sum(other.red for other in every), **numbers}
+            found[kind] = {"count": len(meaningful), "red": sum(other.red for other in every), **numbers}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Finds the GPUs of NVIDIA from what the kernel shows. Torch-free; `nvidia-smi` is asked only in doubt."""
+"""Finds the GPUs of NVIDIA from what the kernel shows. Torch-free; `nvidia-smi` is queried only in doubt."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """A GPU by its place in the order of the PCI bus, with model (`NVIDIA H100 80GB HBM3`) and UUID where known."""
+    """A GPU by its index in the order of the PCI bus, with model (`NVIDIA H100 80GB HBM3`) and UUID where known."""
 
     index: int
     name: str | None = None
@@ -47,7 +47,7 @@ def _one(item: str, gpus: Sequence[GPU]) -> GPU | None:
     if not item.startswith("GPU-"):
         return None
     if gpus and all(gpu.uuid is None for gpu in gpus):
-        return GPU(-1, _common_name(gpus), item)  # the driver knows UUIDs that are not told here
+        return GPU(-1, _common_name(gpus), item)  # a UUID that only the driver knows
     named = [gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid.startswith(item)]
     return named[0] if len(named) == 1 else None
 

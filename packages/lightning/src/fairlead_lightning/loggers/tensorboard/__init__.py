@@ -16,7 +16,7 @@ class TensorBoardLoggerConfig(LoggerConfigBase):
     """Event files in `tensorboard/` of the run directory: `tensorboard --logdir runs` shows all runs.
 
     A resumed start continues in the same folder and takes out what was logged after its checkpoint,
-    so that each point is there once; what is logged again with the same value of the epoch or the same
+    so that each point is there once; what is logged once more with the same value of the epoch or the same
     hyperparameters is written once too.
 
     Example:

@@ -29,21 +29,21 @@ def make_durable(folder: Path, names: Iterable[str]) -> None:
 def cut_to(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     """Cuts files to the `sizes` of `event_files`, deletes those begun later, and returns those that have less.
 
-    Nothing that is kept is written again: after a kill in the middle the next start goes on cutting.
+    Files that stay are not rewritten: after a kill in the middle the next start continues to cut.
     """
     found = event_files(folder)
     gone: set[Path] = set()
     for name, size in found.items():
-        path, kept = folder / name, sizes.get(name, 0)
-        if kept <= 0:
+        path, stays = folder / name, sizes.get(name, 0)
+        if stays <= 0:
             path.unlink()
             gone.add(path.parent)
-        elif size > kept:
-            os.truncate(path, kept)
+        elif size > stays:
+            os.truncate(path, stays)
             _fsync(path)
     for parent in gone:
         Syscalls().fsync_dir(parent)
-    return [name for name, kept in sizes.items() if found.get(name, 0) < kept]
+    return [name for name, stays in sizes.items() if found.get(name, 0) < stays]
 
 
 def cut_steps(folder: Path, resume_step: int) -> None:
@@ -53,12 +53,12 @@ def cut_steps(folder: Path, resume_step: int) -> None:
     """
     for name in event_files(folder):
         path = folder / name
-        if not all(kept for _, kept in _records(path, resume_step)):
-            atomic_write(path, partial(_write_kept, path, resume_step), error=RunDirectoryError)
+        if not all(stays for _, stays in _records(path, resume_step)):
+            atomic_write(path, partial(_write_shortened, path, resume_step), error=RunDirectoryError)
 
 
 def _records(path: Path, resume_step: int) -> Iterator[tuple[bytes, bool]]:
-    """Each record with whether it is kept; a torn one ends the file, as it does for TensorBoard."""
+    """Each record with whether it stays; a torn one ends the file, as it does for TensorBoard."""
     from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
         RawEventFileLoader,
     )
@@ -72,12 +72,12 @@ def _records(path: Path, resume_step: int) -> Iterator[tuple[bytes, bool]]:
         yield record, not later or plugins == {"hparams"}
 
 
-def _write_kept(path: Path, resume_step: int, file: FileWriter) -> None:
+def _write_shortened(path: Path, resume_step: int, file: FileWriter) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
     writer = RecordWriter(file)
-    for record, kept in _records(path, resume_step):
-        if kept:
+    for record, stays in _records(path, resume_step):
+        if stays:
             writer.write(record)
 
 

@@ -26,7 +26,7 @@ NOTHING: Final[Mapping[str, Any]] = {"files": {}, "hyperparameters": [], "epoch"
 class EventLogger(TensorBoardLogger):
     """Lightning's logger; before it writes, rank 0 cuts the files back to where the run resumes.
 
-    That is `position`, else before `resume_step`.  A disk that refuses to write is a warning; the training goes on.
+    That is `position`, else before `resume_step`.  A disk that refuses to write is a warning; the training continues.
     """
 
     position_key: ClassVar[str] = POSITION_KEY
@@ -48,13 +48,13 @@ class EventLogger(TensorBoardLogger):
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Ranks that are spawned open files of their own."""
+        """Spawned ranks open their own files."""
         return {**super().__getstate__(), "_writer": None}
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """TensorBoard's `SummaryWriter`; its file begins when it is first asked for."""
+        """TensorBoard's `SummaryWriter`; its file begins at the first access."""
         self._rewind()
         self._writer = super().experiment
         return self._writer
@@ -69,9 +69,7 @@ class EventLogger(TensorBoardLogger):
                 self._writer.flush()
             files = event_files(folder)
             make_durable(folder, [name for name, size in files.items() if self._durable.get(name) != size])
-        except (
-            Exception
-        ) as error:  # TensorFlow's files, which are used where it is installed, raise errors of their own
+        except Exception as error:  # TensorFlow's files, which are used where it is installed, raise their own errors
             raise RunDirectoryError("cannot write TensorBoard's events", where=str(folder), why=str(error)) from error
         self._durable = files
         return {"files": files, "hyperparameters": sorted(self._hyperparameters), "epoch": self._epoch}
@@ -154,7 +152,7 @@ class EventLogger(TensorBoardLogger):
 
 
 def build(config: TensorBoardLoggerConfig, context: BuildContext) -> EventLogger:
-    """The logger, in `tensorboard/` of the run directory; it goes on as the context's extras say.
+    """The logger, in `tensorboard/` of the run directory; it continues as the context's extras say.
 
     A `resume_step` of None in them begins anew; without one nothing is cut.
     """
