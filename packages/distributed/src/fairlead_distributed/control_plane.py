@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
@@ -19,6 +19,8 @@ from fairlead_runs.mailbox import LONG, StoreMailbox
 
 _of_groups: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
 """Those of process groups, as long as somebody uses them."""
+
+_END_S: Final = 15.0
 
 
 class _Listener(NamedTuple):
@@ -89,8 +91,10 @@ class ControlPlane:
         if thread is not None and thread is not threading.current_thread():
             try:
                 mailbox.ring([mailbox.rank])
-            finally:  # where the store has gone the thread hears of it as well; it must not outlive the interpreter
-                thread.join(2.0)
+            finally:
+                # A thread that returns from torch while the interpreter ends aborts the process ("terminate called
+                # without an active exception"). It ends at once, also where the store has gone, or soon on a busy node.
+                thread.join(_END_S)
 
     def _run(self) -> None:
         while True:
