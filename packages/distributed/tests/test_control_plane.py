@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 
 import torch.distributed as dist
@@ -83,3 +85,21 @@ def test_two_mailboxes_of_one_name_are_kept_apart() -> None:
     first[0].put("word", "1")
     assert first[1].get("word", 0.01) == "1"
     assert second[1].get("word", 0.01) is None
+
+
+SLOW = """
+import time, torch.distributed as dist
+from fairlead_distributed.control_plane import ControlPlane
+
+plane = ControlPlane(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 1)
+box = plane.open("name")
+plane.listen(box, lambda heard: heard.wait("never", 2.8) or 60.0, print)
+time.sleep(0.5)
+plane.leave(box)
+"""
+
+
+def test_a_thread_that_is_slow_to_end_does_not_abort_the_process() -> None:
+    """On a busy node it may be in a call of torch's for seconds; coming back from that while Python ends, it aborts."""
+    ended = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stderr
