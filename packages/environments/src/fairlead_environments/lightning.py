@@ -1,4 +1,4 @@
-"""One machine: nobody started ranks yet, or Fairlead's launcher did, or Lightning's (its sign is LOCAL_RANK)."""
+"""One machine: no ranks are started yet, or Fairlead's launcher did, or Lightning's (its sign is LOCAL_RANK)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lightning(ResolvedRanks):
     extra = "lightning"
     example_environ: ClassVar[Mapping[str, str]] = {}
     codes: ClassVar[Mapping[str, str]] = {
-        "node-rank-ignored": "NODE_RANK or NNODES says that this is one of several nodes; which, is not said.",
+        "node-rank-ignored": "NODE_RANK or NNODES says that this is one of several nodes; which, is not given.",
     }
 
     @hookimpl
@@ -71,7 +71,7 @@ class Lightning(ResolvedRanks):
             raise ConfigError(
                 f"LOCAL_RANK is {local_rank.value}, but MASTER_PORT is not set",
                 where="environment variable MASTER_PORT",
-                why="each rank would choose a port of its own, and they would wait for each other",
+                why="each rank would choose another port, and they would wait for each other",
                 fix="export the same free MASTER_PORT for all ranks; or unset LOCAL_RANK, and Fairlead starts them",
             )
         return check_ranks(
@@ -91,7 +91,7 @@ class Lightning(ResolvedRanks):
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
-        """A node of several, as which nobody will meet it."""
+        """One node of several, whose peers will not come."""
         node, nodes = text(environ, "NODE_RANK", "GROUP_RANK"), text(environ, "NNODES")
         given = node if node is not None and node.value != "0" else nodes
         if given is not None and (given is node or given.value != "1") and not resolution.topology.launched:
@@ -106,7 +106,7 @@ class Lightning(ResolvedRanks):
 
     @hookimpl
     def fairlead_job(self, environ: Mapping[str, str]) -> Job | None:
-        """A job of PBS or Grid Engine, which have no environment of their own in this package."""
+        """A job of PBS or Grid Engine, for which this package has no environment."""
         pbs, index = text(environ, "PBS_JOBID"), text(environ, "PBS_ARRAY_INDEX")
         if pbs is not None:
             task = index.value if index is not None and index.value.isdecimal() else None

@@ -74,7 +74,7 @@ class SixteenBitPrecision(GeneralPrecision):
 
 
 class UnprovenPrecision(PrecisionPlugin):
-    """One of which nobody has shown whether it resumes exactly."""
+    """One for which no test shows whether it resumes exactly."""
 
     unproven: ClassVar[Inexact]
 

@@ -71,7 +71,7 @@ class Float8Linear(TorchAOLinear):  # type: ignore[misc]
         return self.multiply(input, self.weight, self.bias)
 
     def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward pass, with a weight (out, in) and a bias (out) that may be a rank's part of its own."""
+        """The forward pass, with a weight (out, in) and a bias (out) that may be a rank's part."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         out: Tensor = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)

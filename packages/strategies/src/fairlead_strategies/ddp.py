@@ -68,7 +68,7 @@ class DDP(LightningStrategy):
     runtime = "fairlead_strategies.ddp_runtime:build"
     codes: ClassVar[Mapping[str, str]] = {
         "ddp-comm-hook": "The communication hook of DDP does not work with the process group's backend.",
-        "ddp-exact-reduction": "An exact order of reduction is asked for together with a communication hook.",
+        "ddp-exact-reduction": "An exact order of reduction is requested together with a communication hook.",
         "ddp-start-method": "DDP is to start ranks itself, but a launcher has started them already.",
     }
 
@@ -130,7 +130,7 @@ class DDP(LightningStrategy):
         why = "a resumed run adds the gradients of its first step in another order"
         fix = "trainer.strategy: {name: ddp, exact_reduction: on}"
         if hook is not None:
-            why += f", for the communication hook {hook} takes the place of exact_reduction"
+            why += f", for the communication hook {hook} replaces exact_reduction"
             fix = "leave ddp_comm_hook out, or find_unused_parameters: true"
         yield Inexact(f"strategy: ddp with {resolution.world_size} ranks", why=why, fix=fix)
 

@@ -73,7 +73,7 @@ class Layout:
             raise ConfigError(
                 f"{shown} {f'does not divide the {count}' if autos else f'= {known} is not the number of ranks'}",
                 where=f"{where}.{autos[0]}" if autos else where,
-                why=f"every rank has one place in the mesh, and there are {count}" if not autos else
+                why=f"every rank has one position in the mesh, and there are {count}" if not autos else
                 f"{autos[0]}: auto would be {world_size} / {known}",
                 fix="choose sizes whose product is the number of ranks" if autos else
                 f"start {known} ranks, or choose sizes whose product is {world_size}; one may be auto",
@@ -83,7 +83,7 @@ class Layout:
             raise ConfigError(
                 f"expert {layout.expert} does not divide shard {layout.shard}",
                 where=f"{where}.expert",
-                why="the experts are split over ranks of `shard`, each of which has samples of its own",
+                why="the experts are split over ranks of `shard`, each of which has different samples",
                 fix=f"choose a divisor of shard {layout.shard}, or another shard: what is a copy shares no experts",
             )
         return layout
@@ -95,7 +95,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """How many ranks have batches of their own; the ranks of a tensor, context or pipeline group share one."""
+        """How many ranks have different batches; the ranks of a tensor, context or pipeline group share one."""
         return self.replicate * self.shard
 
     @property

@@ -25,7 +25,7 @@ class SingleDevice(LightningStrategy):
 
     @hookimpl
     def fairlead_capabilities(self) -> Iterable[Capability]:
-        """XLA devices need a strategy of their own."""
+        """XLA devices need another strategy."""
         reason = "Lightning drives an XLA device only through its XLA strategies, also when there is one"
         yield self.no(("accelerator.xla",), reason, "strategy: xla")
 

@@ -49,7 +49,7 @@ def from_other_ranks(engine: DeepSpeedEngine | None, folder: Path, rank: int, wo
         return
     reader, own = _Reader(engine, folder, written, rank, world_size), engine.checkpoint_engine
     engine.checkpoint_engine = reader
-    engine._get_all_ckpt_names = lambda *_: [str(reader.model_file(0))]  # a rank that is new has no file of its own
+    engine._get_all_ckpt_names = lambda *_: [str(reader.model_file(0))]  # a new rank has no file
     try:
         yield
     finally:
@@ -74,7 +74,7 @@ def model_file(folder: Path, rank: int, split: bool) -> Path:
 
 
 class _Reader:
-    """In the place of DeepSpeed's `CheckpointEngine`: reads what this rank would have written."""
+    """Replaces DeepSpeed's `CheckpointEngine`: reads what this rank would have written."""
 
     def __init__(
         self, engine: DeepSpeedEngine, folder: Path, written: Sequence[Path], rank: int, world_size: int
@@ -142,7 +142,7 @@ class _Reader:
         return recut(before, now, self._rank)
 
     def _map(self, path: Path) -> Any:
-        """A file whose tensors are read when they are used; whole, where DeepSpeed was told to write no zip file."""
+        """A file whose tensors are read when they are used; at once, where DeepSpeed was set to write no zip file."""
         if path not in self._mapped:
             mapped = zipfile.is_zipfile(path)
             self._mapped[path] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=False)  # as DeepSpeed

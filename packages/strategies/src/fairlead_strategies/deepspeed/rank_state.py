@@ -1,4 +1,4 @@
-"""What one rank writes of ZeRO's optimizer, and what another number of ranks would have written in its place.
+"""What one rank writes of ZeRO's optimizer, and what another number of ranks would have written instead.
 
 Stages 1 and 2 lay the parameters of a group end to end and cut that into equal parts, one for each rank. Stage 3 cuts
 each parameter by itself, and lays the parts of a rank end to end. Both are one formula: `Place`.
@@ -95,20 +95,20 @@ class Move:
     """The rank that gets it."""
     width: int
     """Its elements, those included that belong to no parameter."""
-    places: Sequence[tuple[Place, Place]]
+    positions: Sequence[tuple[Place, Place]]
     """For each parameter in it, where it is and where it goes."""
 
     def sources(self) -> list[tuple[int, int]]:
         """The vectors it comes from, by rank and number; the first is always of rank 0, as an example."""
-        found = {(rank, was.vector) for was, goes in self.places for rank, _, _ in self._stretches(was, goes)}
-        example = 0, self.places[0][0].vector
+        found = {(rank, was.vector) for was, goes in self.positions for rank, _, _ in self._stretches(was, goes)}
+        example = 0, self.positions[0][0].vector
         return [example, *sorted(found - {example})]
 
     def of(self, read: Read) -> Tensor:
         """The vector, zero where it has no parameter."""
         example = read(*self.sources()[0])
         full = torch.zeros(self.width, dtype=example.dtype, device=example.device)
-        for was, goes in self.places:
+        for was, goes in self.positions:
             for rank, first, end in self._stretches(was, goes):
                 at, source = goes.offset(first), was.offset(first)
                 full[at : at + end - first] = read(rank, was.vector)[source : source + end - first]
@@ -148,7 +148,7 @@ class RankState:
         self.inner_name = key.OPTIMIZER_STATE_DICT if split else key.BASE_OPTIMIZER_STATE
         self.weights_name = key.FP32_FLAT_GROUPS if split else key.SINGLE_PARTITION_OF_FP32_GROUPS
         if not isinstance(saved[self.inner_name], Mapping):
-            raise CannotRecutError("it was written with `elastic_checkpoint`, which has a layout of its own")
+            raise CannotRecutError("it was written with `elastic_checkpoint`, which has another layout")
         count = saved[key.PARTITION_COUNT]
         if (set(count) if isinstance(count, Sequence) else {count}) != {ranks}:
             raise CannotRecutError("not all ranks share all parameters: experts, or MiCS")
@@ -164,7 +164,7 @@ class RankState:
         self._split, self._ranks = split, ranks
 
     @cached_property
-    def places(self) -> dict[str, Place]:
+    def positions(self) -> dict[str, Place]:
         """Where each parameter is on all these ranks."""
         sizes = [{name: shape.numel() for name, shape in group.items()} for group in self.shapes]
         if self._split:
@@ -202,7 +202,7 @@ def recut(before: Callable[[int], RankState], now: RankState, rank: int) -> dict
     if len(first.groups) != len(now.groups):
         raise CannotRecutError(f"its optimizer has {len(first.groups)} groups, and this run's {len(now.groups)}")
     moves = [
-        Move(rank, width, [(first.places[name], now.places[name]) for name in group])
+        Move(rank, width, [(first.positions[name], now.positions[name]) for name in group])
         for group, width in zip(now.shapes, now.widths, strict=True)
     ]
     states = {one: dict(_moments(before, move)) for one, move in zip(now.ids, moves, strict=True)}

@@ -57,7 +57,7 @@ class MeshStrategyConfig(ProcessGroupConfig):
     float32}`. Default null: `trainer.precision` alone decides."""
     save_distributed_checkpoint: bool | None = None
     """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
-    whole checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
+    full checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
     them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""
 
     def layout(self, world_size: int) -> Layout:
@@ -67,7 +67,7 @@ class MeshStrategyConfig(ProcessGroupConfig):
         return Layout.of(world_size, {**self.sizes, **own})
 
     def data_parallel_ranks(self, world_size: int) -> int:
-        """How many of the ranks have batches of their own; see `fairlead_runs.batch_size`."""
+        """How many of the ranks have different batches; see `fairlead_runs.batch_size`."""
         return self.layout(world_size).data_parallel
 
 
@@ -96,7 +96,7 @@ class ContextFields(MeshStrategyConfig):
     """How the ranks that share a sequence compute its attention."""
 
     context_method: Literal["allgather", "ulysses"] = "allgather"
-    """How attention sees the whole sequence: keys and values of all ranks are gathered, or heads are exchanged for
+    """How attention sees the full sequence: keys and values of all ranks are gathered, or heads are exchanged for
     positions (Ulysses, arXiv:2309.14509)."""
     context_balance: bool = True
     """Give each rank a piece of the beginning and one of the end of the sequence, so that causal attention costs all
@@ -107,7 +107,7 @@ class ExpertFields(MeshStrategyConfig):
     """How many ranks share the experts of a mixture."""
 
     expert: int = Field(1, gt=0)
-    """Ranks of `shard` that share the experts of each mixture: each has some of them, reads samples of its own and
+    """Ranks of `shard` that share the experts of each mixture: each has some of them, reads different samples and
     sends their tokens to the experts that they choose. A mixture is a module with `router` (or `gate`), `experts` and
     `top_k`, whose output is the sum of the chosen experts, weighted by the router's softmax. Adds no ranks."""
 

@@ -1,10 +1,10 @@
 """What `expert` does to a model, and which ranks hold what of it.
 
-The ranks of `expert` are data ranks, as in torchtitan and Megatron: each reads samples of its own, and their tokens
+The ranks of `expert` are data ranks, as in torchtitan and Megatron: each reads different samples, and their tokens
 travel to the experts and back. So `expert` adds no ranks; it groups those of `shard`, neighbours together, for these
 exchange most. Expert e lies on every `expert`-th of the data ranks (times those that share a sequence or split layers,
 of whose tokens each sends a part). They are its *owners*: `fully_shard` shards it over them and averages its gradients
-over them, and over their copies. A stage of a pipeline has ranks, mixtures and owners of its own.
+over them, and over their copies. Each stage of a pipeline has its ranks, mixtures and owners.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def lists_of_experts(module: Module) -> list[nn.ModuleList]:
 
 
 class Experts:
-    """The experts of a model, divided in place: each rank keeps its own.
+    """The experts of a model, divided in place: each rank holds its own.
 
     The others' stay as parameters without values, under their names: so all ranks name the same parameters in the same
     order, in optimizers and checkpoints. After `shard` these are DTensors that lie on their owners.
@@ -124,14 +124,14 @@ class Experts:
             )
 
     def without(self, units: Iterable[Module]) -> list[Module]:
-        """The units that are no experts: those of a mixture are one of their own."""
+        """The units that are no experts: those of a mixture are one unit."""
         return [unit for unit in units if id(unit) not in self._inside]
 
     def shard(self, device: torch.device, options: Mapping[str, Any], *, reshard: bool) -> None:
         """Shards the experts of each mixture over their owners; before what is around them is sharded.
 
         Args:
-            device: Where parameters are kept.
+            device: Where parameters are held.
             options: Of `fully_shard`, but for the mesh.
             reshard: Whether they are freed after their forward.
         """
