@@ -63,7 +63,7 @@ class ChainRequeuer(Requeuer):
     config: ChainRequeueConfig
 
     def requeue(self) -> str:
-        """The next job, where SLURM can be asked.
+        """The next job, where SLURM answers.
 
         Raises:
             RunFailedError: None is left, or SLURM does not answer.
@@ -71,13 +71,13 @@ class ChainRequeuer(Requeuer):
         name = self._name()
         if find("squeue", self.environ) is None:  # in a container; it starts all the same
             return f"the next job of the chain {name}, if one is left: squeue is not on the PATH"
-        said, problem = self._ask("squeue", "--noheader", *self._queued(name), "--format=%i")
+        answer, problem = self._ask("squeue", "--noheader", *self._queued(name), "--format=%i")
         if problem:
             raise UnansweredError("SLURM does not say whether a job of the chain is left", where=name, why=problem)
-        left = said.split()
+        left = answer.split()
         if not left:
             raise RunFailedError(
-                "the job does not start again: this was the last one of its chain",
+                "the job does not restart: this was the last one of its chain",
                 where=name,
                 fix="submit more; the run resumes from here",
             )
@@ -97,7 +97,7 @@ class ChainRequeuer(Requeuer):
         """Cancels what is left of the chain.
 
         Raises:
-            RunFailedError: SLURM has not done it, or cannot be asked from here.
+            RunFailedError: SLURM has not done it, or does not answer from here.
         """
         name = self._name()
         _, problem = self._ask("scancel", *self._queued(name))
@@ -125,10 +125,10 @@ class ChainRequeuer(Requeuer):
         return (f"--user={os.getuid()}", f"--name={name}", "-t", "PENDING")
 
     def _told(self, *words: str) -> str:
-        said, problem = self._ask(*words)
+        answer, problem = self._ask(*words)
         if problem:
             raise RunFailedError("the nodes are not excluded from the chain", where=" ".join(words), why=problem)
-        return said
+        return answer
 
     def _ask(self, *words: str) -> tuple[str, str]:
         return ask(words, time.monotonic() + self.config.timeout_s, self.environ)

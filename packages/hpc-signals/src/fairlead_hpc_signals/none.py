@@ -1,4 +1,4 @@
-"""The requeuer `none`: nobody starts the job again."""
+"""The requeuer `none`: nothing restarts the job."""
 
 from __future__ import annotations
 

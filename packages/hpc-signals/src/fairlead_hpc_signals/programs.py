@@ -1,4 +1,4 @@
-"""Runs the command that requeues a job: again after a failure, and with an answer when it fails."""
+"""Runs the command that requeues a job: with retries after a failure, and with an answer when it fails."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _story(attempts: Sequence[Attempt], timeout_s: float) -> str:
 
 
 JOB_UNKNOWN: Final[Mapping[str, str]] = {
-    "requeue-job-unknown": "The environment names no job that the requeuer could start again."
+    "requeue-job-unknown": "The environment names no job that the requeuer could restart."
 }
 """The code of `check_job`."""
 

@@ -39,7 +39,7 @@ class SLURM(SchedulerRequeue):
     extra = "slurm"
     program = "scontrol"
     start = "sbatch or srun"
-    # Messages of Slurm's own (slurm_errno.c); every other failure, such as a busy controller, is tried again.
+    # Slurm's own messages (slurm_errno.c); every other failure, such as a busy controller, is retried.
     refusals: ClassVar[Mapping[str, str]] = {
         "Invalid job id": "submit the job again; SLURM no longer knows it",
         "Requested operation is presently disabled": _SUBMIT,
@@ -62,12 +62,12 @@ class SLURM(SchedulerRequeue):
         job = requeue_command(resolution.job, "slurm")
         if not (resolution.inside_job and job and resolution.value("global_rank") == 0):
             return
-        # Asked now: at the stop it would be too late. Without an answer nothing is said.
+        # Queried now: at the stop it would be too late. Without an answer there is no warning.
         if why_stopped(environ, timeout_s=_CHECK_TIMEOUT).may_requeue is False:
             yield Finding(
                 "warning",
                 "requeue-refused",
-                f"SLURM will not requeue job {job[-1]}: a stop saves everything, but nothing starts it again",
+                f"SLURM will not requeue job {job[-1]}: a stop saves everything, but nothing restarts it",
                 where="trainer.requeue",
                 why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not start it",
                 fix="submit it with `sbatch --requeue`; or `requeue: none`, if it must not restart",
@@ -81,7 +81,7 @@ class SLURM(SchedulerRequeue):
                 f"job {job[-1]} asks for an expedited requeue, and its script may end with another code than 0",
                 where="trainer.requeue",
                 why="with `--requeue=expedite` (Slurm 25.11) SLURM holds a job whose script ends so, as after a stop, "
-                "when the ranks end with 75: it does not start again until `scontrol release`",
+                "when the ranks end with 75: it does not restart until `scontrol release`",
                 fix="end the script with 0 once the job is requeued, as that of `fairlead submit` does; or use "
                 "`#SBATCH --requeue`",
             )
@@ -115,10 +115,10 @@ class SLURMRequeuer(SchedulerRequeuer):
             raise RunFailedError(f"the job is not cancelled: scancel {argv[-1]}", why=problem)
 
     def _ask(self, *words: str) -> str:
-        said, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
+        answer, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
         if problem:
             raise RunFailedError("the job is not requeued: SLURM does not answer", where=" ".join(words), why=problem)
-        return said
+        return answer
 
 
 build = SLURMRequeuer.build

@@ -1,4 +1,4 @@
-"""How long a signal would have waited: the longest time between two places where a loop looks for one."""
+"""How long a signal would have waited: the longest time between two points where a loop looks for one."""
 
 from __future__ import annotations
 
