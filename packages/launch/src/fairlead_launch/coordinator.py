@@ -1,6 +1,6 @@
 """Node 0 coordinates the launchers of a job: who takes part in a start, who failed, whether there is another start.
 
-All decisions are made here, in one thread, from what each launcher reports over a connection of its own. Torch's
+All decisions are made here, in one thread, from what each launcher reports over its own connection. Torch's
 elastic rendezvous does not serve for this: it needs torch in the launcher, gives ranks by host name, notices a dead
 node when all others have failed of it, and leaves the count of restarts and the exit code to each node.
 """
@@ -176,7 +176,7 @@ class Coordinator:
             node.port = message["port"]
             self._came = time.monotonic()
         elif kind == "stop" and last is not None and node not in last.members:
-            self._send([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # the others go on
+            self._send([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # the others continue
         elif kind == "stop" and (self._stop is None or (self._stop not in _FINAL and message["signal"] in _FINAL)):
             self._stop = message["signal"]
             self._send([other for other in self._nodes if other is not node], message)
@@ -236,7 +236,7 @@ class Coordinator:
             self._end(1, self._too_few())
 
     def _settled(self, waiting: Sequence[_Node], now: float) -> bool:
-        """Whether nobody else is to be waited for."""
+        """Whether no other node is to be waited for."""
         if self._last is None:
             return len(waiting) >= self._most or now - self._came > _LATE_S
         return all(node.port is not None for node in self._last.members)  # else it still ends its ranks

@@ -62,7 +62,7 @@ def become(request: Request) -> None:
 
 
 def _repeat_at_import(environ: Mapping[str, str]) -> None:
-    """Does again what libraries do when they are imported, and what depends on the process."""
+    """Repeats what libraries do when they are imported, and what depends on the process."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     for name, variables in _RANKS.items():
@@ -70,7 +70,7 @@ def _repeat_at_import(environ: Mapping[str, str]) -> None:
             rank = next((environ[variable] for variable in variables if variable in environ), "0")
             sys.modules[name].rank_zero_only.rank = int(rank)
     if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()  # a fresh one has a seed of its own too
+        sys.modules["torch"].default_generator.seed()  # a fresh one has another seed too
     if environ.get("OMP_NUM_THREADS", "").isdecimal():
         threads = int(environ["OMP_NUM_THREADS"])
         if "torch" in sys.modules:

@@ -12,7 +12,7 @@ from fairlead.user_code.roots import script_folders
 from fairlead_launch.forkserver import ForkedProcess, ForkServer
 
 Process = subprocess.Popen[bytes] | ForkedProcess
-"""A process of a rank; each leads a process group of its own."""
+"""A process of a rank; each leads its own process group."""
 Starter = Callable[[Mapping[str, str], tuple[int, int], Sequence[int]], Process]
 """Starts a rank with all its variables, its standard output and error, and these file descriptors by number."""
 
@@ -42,7 +42,7 @@ def search_path(root: CodeRoot) -> list[str]:
 
 
 def forkable(server: ForkServer, received: Sequence[int], say: Callable[[str], None]) -> ForkServer | None:
-    """The server, once it has imported all; None where a fork would not work, which is said, or a signal has come."""
+    """The server, once it has imported all; None where a fork would not work (reported), or a signal came."""
     try:
         obstacles = None
         while obstacles is None and not received:

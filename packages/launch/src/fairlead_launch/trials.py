@@ -1,4 +1,4 @@
-"""What the commands share that try a training: a folder of their own, and `fairlead` with a plan in its environment.
+"""What the commands share that try a training: a separate folder, and `fairlead` with a plan in its environment.
 
 `--prove-resume` and `verify` start the user's job or script as it would be started, change some settings, and compare
 what the ranks have left.
@@ -25,22 +25,22 @@ _GRACE: Final = 20.0
 
 
 @contextmanager
-def trial_folder(place: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
-    """A new folder in `place`, and the list of what is kept of it: else it goes, also on SIGTERM."""
-    made = [parent for parent in (place, *place.parents) if not parent.exists()]
-    place.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-    kept: list[Path] = []
+def trial_folder(parent: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
+    """A new folder in `parent`, and the list of what to retain of it: else it is deleted, also on SIGTERM."""
+    made = [one for one in (parent, *parent.parents) if not one.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    retained: list[Path] = []
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield folder, kept
+        yield folder, retained
     finally:
         signal.signal(signal.SIGTERM, before)
-        if not kept:
+        if not retained:
             shutil.rmtree(folder, ignore_errors=True)
             for parent in made:
                 if not any(parent.iterdir()):
@@ -54,16 +54,18 @@ def run_fairlead(
     log: Path,
     look: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Runs `fairlead WORDS` to its end, with all that it says in a file; its exit code. It ends when this call does.
+    """Runs `fairlead WORDS` to its end, with all of its output in a file; its exit code. It ends when this call does.
 
     Args:
         look: Called every second meanwhile; False ends it.
     """
-    # -P: the working directory is no place for code unless the rules for user code say so.
+    # -P: the working directory is not searched for code unless the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *words]
-    kept = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
+    inherited = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
     with log.open("ab") as out:
-        process = subprocess.Popen(command, cwd=session.cwd, env=kept, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, cwd=session.cwd, env=inherited, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
         try:
             while True:
                 try:

@@ -34,7 +34,7 @@ class RankProof:
         self._kills: bool = found["kill"]
         self._plan = Plan(**found["plan"])
         self._runs: str = found["runs"]
-        self._again: bool = found["again"]
+        self._again: bool = found["resume"]
         self._to_save = {self._plan.checkpoint, self._plan.steps}
         self._resumed_at: int | None = None
         self._owners: Callable[[], Sequence[Owner]] = list

@@ -73,7 +73,7 @@ class BatchSubmitterConfig(SubmitterConfigBase):
     dependency: str | None = None
     """After which other jobs it starts: `afterok:4711` in SLURM, `done(4711)` in LSF."""
     array: Annotated[str, AfterValidator(_indices)] | None = None
-    """Indices of an array, `0-15`: each task is a run of its own, and finds its index in SLURM_ARRAY_TASK_ID or
+    """Indices of an array, `0-15`: each task is a separate run, and finds its index in SLURM_ARRAY_TASK_ID or
     LSB_JOBINDEX. For a sweep over settings there is `fairlead submit --sweep`."""
     max_parallel: int | None = Field(default=None, ge=1)
     """How many tasks of an array, or members of a sweep, may run at once."""
@@ -118,7 +118,7 @@ class BatchSubmitter(Submitter):
             raise NotAnsweredError(
                 f"{self.submits} did not answer within {TIMEOUT_S:.0f} s: the job may be queued or not",
                 where=str(script),
-                fix=f"ask with {self.asks} whether the job is there before you submit it again",
+                fix=f"ask with {self.asks} whether the job is there before you resubmit it",
             )
         if done.code != 0:
             raise self.refused(script, done)
@@ -130,7 +130,7 @@ class BatchSubmitter(Submitter):
         return RunFailedError(what, where=str(script), why=done.message, fix=REFUSED)
 
     def cancel(self, job: str) -> None:
-        """Ends the job: the ranks save, and nothing starts them again."""
+        """Ends the job: the ranks save, and nothing restarts them."""
         _, problem = self.ask(self.cancels, *job.split(","))
         if problem:
             raise RunFailedError(f"job {job} is not cancelled", why=problem)
@@ -161,9 +161,9 @@ class BatchSubmitter(Submitter):
 
         Args:
             template: Its name.
-            request: What is asked for.
+            request: The requested job.
             own: The options of the scheduler, by their names; None and False leave one out. Those of `submit.extra`
-                come in their place.
+                come instead.
             values: What this template may use besides.
         """
         dashes = "-" if any(name.startswith("-") for name in own) else ""

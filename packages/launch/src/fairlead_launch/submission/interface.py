@@ -19,7 +19,7 @@ from fairlead.resolve import resolve
 
 
 class NotAnsweredError(RunFailedError):
-    """The scheduler did not answer in time: nobody knows whether the job is queued, so its files stay."""
+    """The scheduler did not answer in time: it is unknown whether the job is queued, so its files stay."""
 
 
 Phase = Literal["queued", "running", "finished", "failed", "cancelled", "unknown"]
@@ -30,7 +30,7 @@ class JobState:
     """What a scheduler says of a job.
 
     Args:
-        phase: `queued` (also: waits to be started again), `running`, `finished` (with 0), `failed`, `cancelled`;
+        phase: `queued` (also: waits for its restart), `running`, `finished` (with 0), `failed`, `cancelled`;
             `unknown`: the scheduler does not answer, or has forgotten the job.
         reason: Its own words for why, as SLURM's `BeginTime` or `Resources`; may be empty.
         details: What else it says, by its own names: `{"StartTime": "2026-11-24T10:00:00", "Restarts": "1"}`.
@@ -66,7 +66,7 @@ class Request:
         job_texts: What is written into each of them, for schedulers whose nodes do not see the folder.
         runs: The run directory of each task of an array; one of anything else.
         indices: The indices of an array's tasks, one for each of `runs`; empty where there is no array.
-        sweep: Whether each task of the array has a job file of its own, `members/INDEX.yaml`.
+        sweep: Whether each task of the array has its own job file, `members/INDEX.yaml`.
         max_parallel: The most members that may run at once; None: as the scheduler likes.
         cwd: The working directory of the ranks: that in which the job was submitted.
         nodes: Nodes of each member.
@@ -76,7 +76,7 @@ class Request:
         cpus_per_device: CPU cores for each rank, where the job says so.
         host_memory_gib: Main memory of a node in GiB, where the job says so.
         warn_s: Seconds before the time limit at which the ranks are to be warned: one step and one save fit into it.
-        requeues: Whether a stop is to have the job started again.
+        requeues: Whether a stop restarts the job.
         command: The words that run `fairlead` on a node, as `("/env/bin/python", "-m", "fairlead")`.
         logs: The folder for the scheduler's output files.
         variables: Environment variables of the ranks: those of `submit.network`, then `submit.env`.

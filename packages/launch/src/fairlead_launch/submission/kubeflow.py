@@ -1,4 +1,4 @@
-"""The submitter `kubeflow`: a TrainJob of Kubeflow Trainer (v2), with a TrainingRuntime of its own."""
+"""The submitter `kubeflow`: a TrainJob of Kubeflow Trainer (v2), with its own TrainingRuntime."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fairlead_launch.submission.pods import (
 
 
 class KubeflowSubmitterConfig(PodSubmitterConfig):
-    """A TrainJob of Kubeflow Trainer (v2), with a TrainingRuntime of its own.
+    """A TrainJob of Kubeflow Trainer (v2), with its own TrainingRuntime.
 
-    `time` limits the whole job, all of its starts together; `extra` are further fields of the TrainJob's `spec`.
+    `time` limits the job, all of its starts together; `extra` are further fields of the TrainJob's `spec`.
 
     Example:
         >>> KubeflowSubmitterConfig(image="registry.example.com/sine:1", runs={"claim": "runs"}).name

@@ -86,7 +86,7 @@ class Plan:
         """Writes the submission, hands it over, and records it in each run; where it is refused nothing is left.
 
         Raises:
-            FairleadError: It cannot be written, the copy of the code is not whole, or the scheduler refused.
+            FairleadError: It cannot be written, the copy of the code is incomplete, or the scheduler refused.
         """
         request = self.request
         self._not_twice()
@@ -103,7 +103,7 @@ class Plan:
         return self._record(job)
 
     def _not_twice(self) -> None:
-        """Two jobs of one run would stop each other; one that waits for the other is asked for by its dependency."""
+        """Two jobs of one run would stop each other; one that waits for the other is requested by its dependency."""
         before = read_submission(self.request.runs[0])
         if before is None or getattr(self.config, "dependency", None):
             return
@@ -129,10 +129,10 @@ class Plan:
                 script.chmod(0o755)
             request.logs.mkdir(parents=True, exist_ok=True)
         for file in request.job_files:
-            self._look_again(file)
+            self._recheck(file)
         return list(scripts)
 
-    def _look_again(self, file: Path) -> None:
+    def _recheck(self, file: Path) -> None:
         """The job as it will run: read from its file, with the classes that are in the copy of the code."""
         loaded = load_job(str(file), plugins=self.plugins, cwd=self.request.cwd, environ=self.environ)
         found = list(loaded.findings)
@@ -322,7 +322,7 @@ def _dumped(config: SubmitterConfigBase) -> dict[str, object]:
 
 
 def _run(loaded: LoadedJob, index: int | None, cwd: Path) -> tuple[Path, JobConfig]:
-    """The run directory, and the job under that name: an array's task is a run of its own."""
+    """The run directory, and the job under that name: an array's task is a separate run."""
     job = job_of(loaded)
     name = render_name(str(job.run.name), job.model_dump(mode="json"))
     if index is not None:
@@ -344,7 +344,7 @@ def _resolved(checked: CheckedJob) -> Resolution:
 
 def text_of_job(data: Mapping[str, object]) -> str:
     """A job file that means what it says; ConfigError where the job holds a secret."""
-    # `submit` has the names of a cluster's secrets and keys; `variables` looks at what is said in its `env`.
+    # `submit` has the names of a cluster's secrets and keys; `variables` looks at its `env`.
     looked_at = {name: section for name, section in data.items() if name != "submit"}
     shown = dict(leaves(redact(looked_at)))
     secret = next((path for path, value in leaves(looked_at) if shown.get(path, value) != value), None)
