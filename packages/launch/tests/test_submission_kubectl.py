@@ -174,12 +174,6 @@ def test_what_a_status_means(kind: str, status: dict[str, Any], phase: str) -> N
     assert submitter.read(status).phase == phase
 
 
-def test_a_trainjobs_progress_is_in_its_state() -> None:
-    told = {"progressPercentage": 45, "estimatedRemainingSeconds": 120, "metrics": [{"name": "loss", "value": "0.2"}]}
-    details = on_kubeflow().read({"trainerStatus": told}).details
-    assert details == {"progressPercentage": "45", "estimatedRemainingSeconds": "120", "metrics.loss": "0.2"}
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -28,7 +28,6 @@ from fairlead_lightning.checkpoint.finite import Finite
 from fairlead_lightning.checkpoint.replicas import Replicas
 from fairlead_lightning.display.model_summary import leave_out_zeros
 from fairlead_lightning.display.quiet import only_rank_0_warns
-from fairlead_lightning.display.trainjob import TrainJobProgress
 from fairlead_lightning.fit import callbacks_of, trains_here
 from fairlead_lightning.lifecycle.batch_rule import BatchRule
 from fairlead_lightning.lifecycle.even_epochs import EvenEpochs
@@ -44,7 +43,6 @@ from fairlead_lightning.resume.rank_state import data_rank
 from fairlead_runs.batch_size import global_batch
 from fairlead_runs.guard import StopGuard
 from fairlead_runs.lasting_output import give_output_back, keep_output
-from fairlead_runs.trainjob import StatusServer
 
 
 @compat.only_its_own_batch_hooks
@@ -87,8 +85,6 @@ class FitCallback(L.Callback):
         self.finite = Finite(config.max_non_finite, say)
         self.trainable = Trainable(self.exact.reduce_in_order)
         self.replicas = Replicas(config.on_divergence, config.check_divergence_every_n_steps, config.local_buffers)
-        server = StatusServer.of(environ)
-        self.trainjob = TrainJobProgress(server, say) if server is not None else None
         self._resolution = resolution
         self._say = say
         self._by_hand = False
@@ -388,8 +384,6 @@ class LastCallback(L.Callback):
             fit.recorder.session.begin(step=trainer.global_step, epoch=trainer.current_epoch)
             if (samples := fit.batch.samples(trainer)) is not None:
                 fit.recorder.session.batch_is(samples)
-            if fit.trainjob is not None:
-                fit.trainjob.training_starts(trainer)
             fit.stops.training_starts(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -407,8 +401,6 @@ class LastCallback(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """One more batch."""
         self._beat(trainer, "train")
-        if self._fit.trainjob is not None:
-            self._fit.trainjob.after_batch(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Validation, or the sanity check before training."""
@@ -455,8 +447,6 @@ class LastCallback(L.Callback):
             fit.checkpoints.fit_ends(trainer)
         if fit.recorder is not None:
             fit.recorder.fit_ends(trainer)
-            if fit.trainjob is not None:
-                fit.trainjob.finished(trainer)
             fit.stuck.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -465,8 +455,6 @@ class LastCallback(L.Callback):
         if fit.recorder is None:
             return
         fit.recorder.record_exception(trainer, exception)
-        if fit.trainjob is not None:
-            fit.trainjob.close(finished=False)
         fit.stuck.left_by(exception)
         if isinstance(exception, StopRequested):
             fit.stops.carry_out(exception)

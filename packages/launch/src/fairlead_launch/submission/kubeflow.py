@@ -86,15 +86,12 @@ class KubeflowSubmitter(KubectlSubmitter):
         return [config_map(member), runtime, train_job]
 
     def read(self, status: Mapping[str, Any]) -> JobState:
-        """From conditions, the jobs of the JobSet, and what the ranks have told of their progress."""
-        trainer_status = status.get("trainerStatus") or {}
-        details = {name: str(value) for name, value in trainer_status.items() if name != "metrics"}
-        details |= {f"metrics.{one['name']}": str(one["value"]) for one in trainer_status.get("metrics") or []}
-        if (over := state_by(status, details)) is not None:
+        """From the conditions and the jobs of the JobSet."""
+        if (over := state_by(status, {})) is not None:
             return over
         if any(job.get("ready") for job in status.get("jobsStatus") or []):
-            return JobState("running", details=details)
-        return JobState("queued", "not all pods are ready", details)
+            return JobState("running")
+        return JobState("queued", "not all pods are ready")
 
 
 build = KubeflowSubmitter.build
