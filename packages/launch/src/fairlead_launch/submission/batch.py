@@ -131,7 +131,7 @@ class BatchSubmitter(Submitter):
 
     def cancel(self, job: str) -> None:
         """Ends the job: the ranks save, and nothing starts them again."""
-        _, problem = self.ask(self.cancels, *job.split(","))
+        _, problem = self.ask(self.cancels, job)
         if problem:
             raise RunFailedError(f"job {job} is not cancelled", why=problem)
 
