@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 from fairlead_distributed import alarms
 from fairlead_hpc_signals import ExitCodeRequeueConfig
 from fairlead_hpc_signals.outcomes import REQUEUE_EXIT_CODE, exit_code_without_requeue
 from fairlead_launch import verdict
-from fairlead_runs.chain import chain_begin, chain_end, chain_options
-from fairlead_runs.exit_codes import NOT_AGAIN, ExitCode
+from fairlead_runs.exit_codes import ExitCode
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -22,7 +20,7 @@ def test_the_table_is_that_of_the_code() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| .* \| ([^|]+) \|$", page, re.MULTILINE)
     assert {name: int(code) for code, name, _ in rows} == {one.name: one.value for one in ExitCode}
     again = {int(code): says.partition(":")[0] for code, _, says in rows}
-    assert all(again[code] == "no" for code in NOT_AGAIN)
+    assert all(again[code] == "no" for code in (ExitCode.DONE, ExitCode.WRONG, ExitCode.NEVER_AGAIN))
     assert again[ExitCode.AGAIN] == "yes"
     assert again[ExitCode.FAILED] == "perhaps"
 
@@ -37,14 +35,3 @@ def test_every_part_means_the_same_by_a_code() -> None:
     overview = (DOCS / "reference/cli.md").read_text(encoding="utf-8")
     codes = {int(code) for code in re.findall(r"^\| (\d+) \| ", overview, re.MULTILINE)}
     assert codes == set(ExitCode) - {ExitCode.NEVER_AGAIN}
-
-
-def test_the_script_of_a_chain_is_that_which_is_run() -> None:
-    """`integration_tests/slurm/test_status_on_slurm.py` runs it."""
-    page = (DOCS / "how-to/preemption.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r'```bash title="chain.sh"\n(.*?)```', page, re.DOTALL)
-    assert chain_begin("sine-1") in script.splitlines()
-    assert script.rstrip().endswith(chain_end())
-    words = shlex.split(script, comments=False)
-    for name, value in chain_options("sine-1").items():
-        assert (f"--{name}" if value is True else f"--{name}={value}") in words

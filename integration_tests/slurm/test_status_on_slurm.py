@@ -1,4 +1,4 @@
-"""`fairlead status` and `cancel` ask a real SLURM; a chain takes the place of a requeue. Nothing trains here."""
+"""`fairlead status` and `cancel` query a real SLURM. Nothing trains here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from fairlead.cli import main
-from fairlead_runs.chain import chain_begin, chain_end, chain_options
 from integration_tests.slurm.cluster import Cluster
-from integration_tests.slurm.jobs import Job, submit
+from integration_tests.slurm.jobs import submit
 from integration_tests.slurm.system import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -37,17 +36,6 @@ with opened() as run:
     for step in range(1000):
         beats.beat("train", step)
         time.sleep(0.1)
-"""
-LINK = """
-from fairlead_hpc_signals import PreemptionGuard, requeuer_here
-with PreemptionGuard(["USR1"]) as guard, opened() as run:
-    first = run.begin(resolution={}, provenance={}, chain=os.environ["FAIRLEAD_CHAIN"]) == 1
-    Path(f"start-{os.environ['SLURM_JOB_ID']}").touch()
-    until = time.monotonic() + 60
-    while first and time.monotonic() < until:
-        if guard.should_stop():
-            guard.save_and_requeue(lambda: None, requeuer_here()).exit()
-        time.sleep(0.05)
 """
 
 
@@ -84,23 +72,3 @@ def test_status_knows_what_the_job_waits_for_and_cancel_ends_it(cluster: Cluster
     assert job.wait("CANCELLED") == "CANCELLED"
     assert not (tmp_path / "runs/gpt/STOP").exists()
     assert "nothing to cancel" in fairlead(cluster, tmp_path, "cancel", "gpt")
-
-
-def test_the_next_of_a_chain_goes_on_and_a_finished_run_cancels_the_rest(cluster: Cluster, tmp_path: Path) -> None:
-    """No requeue: the first is stopped, the second finishes, and the third never starts."""
-    (tmp_path / "link.py").write_text(OPENED + LINK)
-    script = f"{chain_begin('gpt-1')}\nsrun {sys.executable} link.py\n{chain_end()}\n"
-    options = [f"--{k}" if v is True else f"--{k}={v}" for k, v in chain_options("gpt-1").items()]
-    jobs: list[Job] = [submit(cluster, script, tmp_path, *options) for _ in range(3)]
-    first = tmp_path / f"start-{jobs[0].id}"
-    wait_until("the first has begun", first.exists, 60)
-    assert [job.state() for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
-    said = fairlead(cluster, tmp_path, "status", "gpt")
-    assert f"slurm:{jobs[0].id} of the chain gpt-1: running (RUNNING, of 3 left)" in said
-    jobs[0].signal("USR1")
-    jobs[0].wait("FAILED")
-    assert f"job {jobs[1].id} of the chain gpt-1 is next, of 2 left" in jobs[0].text()
-    assert jobs[1].wait() == "COMPLETED"
-    assert jobs[2].wait() == "CANCELLED"
-    assert "no job of the chain gpt-1 is left" in fairlead(cluster, tmp_path, "status", "gpt")
-    assert sorted(path.name for path in tmp_path.glob("start-*")) == [f"start-{job.id}" for job in jobs[:2]]

@@ -14,8 +14,8 @@ import pytest
 from fairlead_environments.lsf import lsf
 from fairlead_environments.lsf.queue import read_status as read_bjobs
 from fairlead_environments.slurm import slurm
-from fairlead_environments.slurm.queue import fields_of, read_chain, read_status
-from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
+from fairlead_environments.slurm.queue import fields_of, read_status
+from fairlead_runs.scheduler import JobQueue, JobStatus
 
 HEAD = "JobId=3 JobName=job.sh UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901757 "
 REQUEUED = (
@@ -79,31 +79,18 @@ def test_one_question_with_a_deadline(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     environ = fake(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls\necho "{RUNNING}"\necho "{REQUEUED}"')
     assert isinstance(slurm, JobQueue)
-    found = slurm.job_status(RunJob("slurm:3"), environ, deadline)
+    found = slurm.job_status("slurm:3", environ, deadline)
     assert found.state == "running"
     assert (tmp_path / "calls").read_text() == "show job -o 3\n"
     gone = fake(tmp_path, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
-    assert slurm.job_status(RunJob("slurm:3"), gone, deadline) == JobStatus("unknown", "SLURM knows no job 3 any more")
+    assert slurm.job_status("slurm:3", gone, deadline) == JobStatus("unknown", "SLURM knows no job 3 any more")
     hangs = fake(tmp_path, "scontrol", "sleep 60")
     began = time.monotonic()
-    slow = slurm.job_status(RunJob("slurm:3"), hangs, began + 0.3)
+    slow = slurm.job_status("slurm:3", hangs, began + 0.3)
     assert "did not answer within" in slow.detail
     assert time.monotonic() - began < 30
-    assert slurm.job_cancel(RunJob("slurm:3"), queued=True) == ("scancel", "--state=PENDING", "3")
-    assert slurm.job_cancel(RunJob("slurm:3"), queued=False) == ("scancel", "3")
-
-
-def test_of_a_chain_the_job_that_runs_or_is_next() -> None:
-    """The one that started the run last has ended, and says nothing of the next."""
-    lines = "19|PENDING|Dependency|N/A|N/A\n18|PENDING|Resources|2026-11-21T16:24:49|2026-11-21T20:24:49\n"
-    status = read_chain(lines, "gpt-1")
-    assert (status.state, status.job, status.detail) == ("queued", "slurm:18", "PENDING, Resources, of 2 left")
-    assert status.starts == local("2026-11-21T16:24:49")
-    status = read_chain(f"{lines}17|RUNNING|None|2026-11-21T16:24:16|2026-11-21T16:29:16\n", "gpt-1")
-    assert (status.state, status.job, status.ends) == ("running", "slurm:17", local("2026-11-21T16:29:16"))
-    assert read_chain("", "gpt-1").state == "ended"
-    one = RunJob("slurm:17", "gpt-1")
-    assert slurm.job_cancel(one, queued=True)[-1] == "--name=gpt-1"
+    assert slurm.job_cancel("slurm:3", queued=True) == ("scancel", "--state=PENDING", "3")
+    assert slurm.job_cancel("slurm:3", queued=False) == ("scancel", "3")
 
 
 def test_lsf_as_documented(tmp_path: Path) -> None:
@@ -116,6 +103,6 @@ def test_lsf_as_documented(tmp_path: Path) -> None:
     assert read_bjobs("RUN|5 second(s)|0:30 E|-", now).ends is None  # an estimate, by which nothing is ended
     assert isinstance(lsf, JobQueue)
     environ = fake(tmp_path, "bjobs", 'echo "EXIT|1 second(s)|-|-"')
-    found = lsf.job_status(RunJob("lsf:7[3]"), environ, time.monotonic() + 5)
+    found = lsf.job_status("lsf:7[3]", environ, time.monotonic() + 5)
     assert found.state == "ended"
-    assert lsf.job_cancel(RunJob("lsf:7[3]"), queued=True) == ("bkill", "7[3]")
+    assert lsf.job_cancel("lsf:7[3]", queued=True) == ("bkill", "7[3]")

@@ -9,8 +9,7 @@ import pytest
 
 from fairlead.errors import RunFailedError
 from fairlead.facts import Job
-from fairlead_hpc_signals import ChainRequeueConfig, SLURMRequeueConfig
-from fairlead_hpc_signals.chain import ChainRequeuer
+from fairlead_hpc_signals import SLURMRequeueConfig
 from fairlead_hpc_signals.slurm import SLURMRequeuer, slurm
 from fairlead_runs.exclusion import NodeExcluder
 
@@ -85,17 +84,3 @@ def test_a_controller_that_is_busy_is_asked_again_and_what_it_refuses_is_said(tm
     assert said.startswith(
         "scontrol requeue 17; the nodes could not be excluded: exit code 1: Access/permission denied"
     )
-
-
-def test_of_a_chain_all_that_is_left_is_told(tmp_path: Path) -> None:
-    folder = cluster(tmp_path, excluded="n4")
-    (folder / "squeue").write_text("#!/bin/bash\nprintf '18\\n19\\n'\n")
-    (folder / "squeue").chmod(0o755)
-    environ = {"PATH": f"{folder}:{os.defpath}", "FAIRLEAD_CHAIN": "gpt"}
-    requeuer = ChainRequeuer(ChainRequeueConfig(), environ, Job("slurm:17"))
-    assert isinstance(requeuer, NodeExcluder)
-    assert requeuer.requeue_without(["n2"]) == "job 18 of the chain gpt is next, of 2 left; none of them gets n2"
-    assert (folder / "done").read_text().splitlines() == [
-        "update JobId=18 ExcNodeList=n4,n2",
-        "update JobId=19 ExcNodeList=n4,n2",
-    ]

@@ -80,24 +80,3 @@ def test_a_job_that_slurm_will_not_requeue(answer: str, tmp_path: Path) -> None:
     assert findings("slurm", environ, inside_job=False) == []
     scontrol.write_text("#!/bin/sh\nexit 1\n")
     assert findings("slurm", environ) == []  # it does not say
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("#SBATCH --requeue=expedite\nsrun fairlead fit job.yaml", [("warning", "requeue-held")]),
-        ("#SBATCH --nodes=2 --requeue=expedite\nsrun fit\ncode=$?\nexit $code", [("warning", "requeue-held")]),
-        ("#SBATCH --requeue=expedite\nsrun fit\n[ $? -eq 75 ] && exit 0", []),
-        ("#SBATCH --requeue\nsrun fairlead fit job.yaml", []),
-    ],
-)
-def test_a_script_after_which_slurm_holds_the_job(script: str, said: list[tuple[str, str]], tmp_path: Path) -> None:
-    """With an expedited requeue a code other than 0 parks the job; what the script is SLURM tells."""
-    (tmp_path / "script").write_text(f"#!/bin/bash\n{script}\n")
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(
-        f'#!/bin/sh\n[ "$*" = "write batch_script 17 -" ] && exec cat {tmp_path}/script\n'
-        "echo JobId=17 JobState=RUNNING Requeue=1 Restarts=0 BatchFlag=1\n"
-    )
-    scontrol.chmod(0o755)
-    assert findings("slurm", {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "17"}) == said

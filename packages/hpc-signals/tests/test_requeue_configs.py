@@ -19,7 +19,6 @@ from fairlead.plugins import PluginManager
 from fairlead.testing import minimal_resolution
 
 OWN: dict[str, dict[str, Any]] = {
-    "chain": {},
     "slurm": {},
     "lsf": {},
     "exit_code": {},

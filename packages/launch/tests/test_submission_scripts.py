@@ -136,7 +136,7 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     own.write_text("{{ comand }}")
     with pytest.raises(ConfigError) as wrong:
         slurm(template="own.j2").render(request(tmp_path))
-    assert "it may use: chain_begin, chain_end, command" in str(wrong.value.fix)
+    assert "it may use: command" in str(wrong.value.fix)
     with pytest.raises(ConfigError, match="cannot be read"):
         slurm(template="no.j2").render(request(tmp_path))
 
@@ -163,18 +163,6 @@ def test_nodes_are_looked_at_before_a_rank_starts(
     assert first == f"{own} fairlead doctor --nodes {tmp_path}/1/job.yaml"
     assert rest == ([f"fairlead fit {tmp_path}/1/job.yaml"] if started else [])
     assert done.returncode == code, done.stderr
-
-
-@pytest.mark.parametrize(("doctor", "rest"), [(75, True), (1, True), (2, False)])
-def test_a_chain_goes_on_behind_a_bad_node(tmp_path: Path, doctor: int, rest: bool) -> None:
-    """The next job has other nodes; where the job is wrong it would end alike."""
-    bin = tmp_path / "bin"
-    environ = programs(bin, srun=f"exit {doctor}", scancel="")
-    (text,) = slurm(screen=True, chain=3).render(request(tmp_path)).values()
-    environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
-    done = subprocess.run(["bash", "-c", text], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=20)
-    assert (done.returncode, len(calls(bin, "srun"))) == (doctor, 1), done.stderr
-    assert bool(calls(bin, "scancel")) is not rest
 
 
 def test_a_template_that_leaves_the_screen_out_is_refused(tmp_path: Path) -> None:
@@ -248,34 +236,6 @@ def test_a_signal_to_the_script_reaches_the_ranks(tmp_path: Path, name: str) -> 
     process.send_signal(signal.Signals[name])
     assert process.wait(20) == 0
     assert "requeue 5_2" in calls(tmp_path / "bin", "scontrol")
-
-
-@pytest.mark.parametrize(("ranks", "rest"), [(0, False), (75, True), (137, True), (2, False)])
-def test_a_chain_goes_on_while_its_run_does(tmp_path: Path, ranks: int, rest: bool) -> None:
-    """Its jobs share a name and start one after the other; where none is needed any more, the rest is cancelled."""
-    asked = request(tmp_path)
-    script = options(slurm(chain=3), asked)
-    assert {"--dependency=singleton", "--no-requeue"} <= set(script)
-    (name,) = [one for one in script if one.startswith("--job-name=sine-")]
-    environ = programs(tmp_path / "bin", srun=f'echo "$FAIRLEAD_CHAIN"; exit {ranks}', scancel="", scontrol="")
-    (text,) = slurm(chain=3).render(asked).values()
-    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == ranks
-    assert f"--job-name={done.stdout.strip()}" == name
-    assert (calls(tmp_path / "bin", "scancel") == []) == rest
-
-
-def test_a_chain_is_queued_whole_or_not_at_all(tmp_path: Path) -> None:
-    bin, file = tmp_path / "bin", tmp_path / "job.sh"
-    counted = 'n=$(wc -l < "$0.calls"); [ "$n" -lt "${REFUSED:-9}" ] || exit 1; echo "$((16 + n))"'
-    environ = programs(bin, sbatch=counted, scancel="")
-    assert SLURMSubmitter(SLURMSubmitterConfig(chain=3), environ).submit(request(tmp_path), [file]) == "17,18,19"
-    refused = SLURMSubmitter(SLURMSubmitterConfig(chain=3), {**environ, "REFUSED": "6"})
-    with pytest.raises(RunFailedError, match="sbatch refused it"):
-        refused.submit(request(tmp_path), [file])
-    assert calls(bin, "scancel") == ["20 21"]
-    with pytest.raises(ConfigError, match="a chain has one run"):
-        slurm(chain=2).render(request(tmp_path, indices=(0, 1)))
 
 
 def test_lsf_hears_75_of_a_stop(tmp_path: Path) -> None:

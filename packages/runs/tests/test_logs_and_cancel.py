@@ -25,7 +25,7 @@ from fairlead.testing import FakeEntryPoint
 from fairlead_runs import RunDirectory, fingerprint, list_runs
 from fairlead_runs.commands import plugins as commands
 from fairlead_runs.commit import LockOwner
-from fairlead_runs.scheduler import JobStatus, RunJob
+from fairlead_runs.scheduler import JobStatus
 
 JOB = {"run": {"seed": 0}, "trainer": {"max_steps": 100, "checkpoint": {"every_n_steps": 20}}}
 PATIENCE = 30.0
@@ -48,7 +48,7 @@ class Fake(EnvironmentPlugin):
         self.asked = 0
         self.meanwhile: Callable[[], Any] | None = None
 
-    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
+    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
         assert 0 < deadline - time.monotonic() <= 5.0
         self.asked += 1
         if self.meanwhile is not None:
@@ -56,8 +56,8 @@ class Fake(EnvironmentPlugin):
             happens()
         return self.says
 
-    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
-        return ("fakecancel", *(["--pending"] if queued else []), job.id)
+    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
+        return ("fakecancel", *(["--pending"] if queued else []), job)
 
 
 class Place:

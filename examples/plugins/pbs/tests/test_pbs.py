@@ -22,7 +22,7 @@ from fairlead.resolve import resolve
 from fairlead.testing import EnvironmentConformance, RequeueConformance
 from fairlead_hpc_signals import SchedulerRequeuer, why_stopped
 from fairlead_pbs.pbs import PBSRequeueConfig, pbs, requeue
-from fairlead_runs.scheduler import RunJob, ask_for_job
+from fairlead_runs.scheduler import ask_for_job
 
 SYSTEM_PATH = "/usr/bin:/bin"
 LOOP = """
@@ -113,11 +113,11 @@ def test_a_refusal_says_what_to_do(cluster: Cluster) -> None:
 
 def test_the_queue_is_asked(cluster: Cluster) -> None:
     cluster.shows("Q", comment="Not Running: Insufficient amount of resource: ngpus")
-    status = ask_for_job(RunJob("pbs:17.server"), PluginManager(), cluster.environ)
+    status = ask_for_job("pbs:17.server", PluginManager(), cluster.environ)
     assert status is not None
     assert (status.state, status.why) == ("queued", "Not Running: Insufficient amount of resource: ngpus")
     cluster.shows("R")
-    status = ask_for_job(RunJob("pbs:17.server"), PluginManager(), cluster.environ)
+    status = ask_for_job("pbs:17.server", PluginManager(), cluster.environ)
     assert status is not None
     assert status.state == "running"
     assert 3500 < (status.ends or 0) - time.time() <= 3540

@@ -112,11 +112,8 @@ class Requeuer(ABC):
             FairleadError: The scheduler refused or did not answer; the job will not restart.
         """
 
-    def not_again(self) -> None:  # noqa: B027 - most have nothing queued
-        """Takes back a start that is queued already, where none is wanted; FairleadError where it could not."""
-
     def cancel(self) -> None:  # noqa: B027 - most schedulers go by the exit code
-        """Ends this job as cancelled, because a stop was requested; after `not_again`, when everything is saved.
+        """Ends this job as cancelled, because a user requested the stop; called when everything is saved.
 
         For a scheduler that would count the exit code of the stop as a failure; FairleadError where it refused.
         """

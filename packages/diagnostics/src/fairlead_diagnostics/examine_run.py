@@ -25,7 +25,7 @@ from fairlead_runs.commit import newest_complete
 from fairlead_runs.describe import counted, duration
 from fairlead_runs.goodput import LOST, SAVING, goodput
 from fairlead_runs.heartbeat import read_heartbeats
-from fairlead_runs.pace import longest_wait, pace, wait_line
+from fairlead_runs.pace import pace
 from fairlead_runs.states import REQUESTED, dump_folder, stacks_request
 from fairlead_runs.step_findings import step_findings
 from fairlead_runs.step_times import RankTimes, read_times
@@ -39,7 +39,6 @@ _STILL_S: Final = 20.0
 _LARGE: Final = 0.15
 _COUNTS_S: Final = 60.0
 """Seconds of a run of which shares say something."""
-_START_PHASES: Final = ("start", "prepare", "setup", "restore")
 _FRAME: Final = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _BACKWARD: Final = "backward pass"
 """Where DDP averages gradients, in code that has no frames of Python."""
@@ -57,8 +56,7 @@ ROWS: Final[Mapping[str, str]] = {
     "saving-slow": "saving takes a large part of the time",
     "lost-work": "failures cost a large part of the time",
     "checkpoint-interval": "failures cost a large part of the time",
-    "stop-waits": "a stop waits long for the end of a step",
-    "not-running": "it ended for an unknown reason",
+    "not-running": "it ended, and nobody knows why",
     "failed": "the job's own code failed",
     "no-steps": "ranks do not arrive",
 }
@@ -174,11 +172,6 @@ def _diagnoses(
     for finding in step_findings(ranks):
         yield _of_finding(finding)
     yield from _costs(run)
-    waited = longest_wait(run.path)
-    if waited is not None and waited["phase"] not in _START_PHASES:
-        for line in wait_line(waited):
-            why = "nothing can be saved within a step or a batch of a validation"
-            yield Diagnosis("stop-waits", line, why, "shorter steps, or a longer notice of the scheduler")
 
 
 def _hang(run: RunState, stuck: Waiting, standing: Sequence[Standing], now: float) -> Diagnosis:

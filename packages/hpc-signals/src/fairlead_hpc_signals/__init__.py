@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from fairlead.facts import StopReason
 from fairlead_hpc_signals.agreement import StopAgreement
-from fairlead_hpc_signals.chain import ChainRequeueConfig
 from fairlead_hpc_signals.command import CommandRequeueConfig
 from fairlead_hpc_signals.decision import AgreementError, StopDecision, StopRequest
 from fairlead_hpc_signals.exit_code import ExitCodeRequeueConfig
@@ -27,7 +26,6 @@ from fairlead_runs.guard import Overdue
 
 __all__ = [
     "AgreementError",
-    "ChainRequeueConfig",
     "CommandRequeueConfig",
     "CommandSettings",
     "Conflict",

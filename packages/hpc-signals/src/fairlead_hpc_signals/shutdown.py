@@ -165,10 +165,6 @@ def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -
     if requeuer is None or plan.reason.scheduler_requeues:
         return plan
     if not plan.start_wanted:
-        try:
-            requeuer.not_again()
-        except FairleadError as error:
-            return replace(plan, error=error.block())
         if plan.requested is not None:
             _cancel(requeuer)
         return plan

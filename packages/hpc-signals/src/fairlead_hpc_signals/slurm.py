@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fairlead.resolve import Resolution
 
 
-_EXPEDITED: Final = re.compile(r"^#SBATCH\b.*--requeue[= ]expedite", re.MULTILINE)
-_ENDS_WELL: Final = re.compile(r"\bexit 0\b")  # what a script that knows of this has somewhere
 _CHECK_TIMEOUT: Final = 5.0  # seconds that the start of a job may wait for an answer
 _SUBMIT: Final = "submit the job again; with `sbatch --requeue` SLURM lets it be requeued"
 
@@ -52,7 +50,6 @@ class SLURM(SchedulerRequeue):
     codes: ClassVar[Mapping[str, str]] = {
         **SchedulerRequeue.codes,
         "requeue-refused": "SLURM does not let this job be requeued: it was submitted so, or is no batch job.",
-        "requeue-held": "The job script asks for `--requeue=expedite` and may end with 75: SLURM would hold the job.",
     }
 
     @hookimpl
@@ -71,19 +68,6 @@ class SLURM(SchedulerRequeue):
                 where="trainer.requeue",
                 why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not start it",
                 fix="submit it with `sbatch --requeue`; or `requeue: none`, if it must not restart",
-            )
-        requested = ["scontrol", "write", "batch_script", job[-1], "-"]
-        script, _ = ask(requested, time.monotonic() + _CHECK_TIMEOUT, environ)
-        if _EXPEDITED.search(script) and not _ENDS_WELL.search(script):
-            yield Finding(
-                "warning",
-                "requeue-held",
-                f"job {job[-1]} asks for an expedited requeue, and its script may end with another code than 0",
-                where="trainer.requeue",
-                why="with `--requeue=expedite` (Slurm 25.11) SLURM holds a job whose script ends so, as after a stop, "
-                "when the ranks end with 75: it does not restart until `scontrol release`",
-                fix="end the script with 0 once the job is requeued, as that of `fairlead submit` does; or use "
-                "`#SBATCH --requeue`",
             )
 
 

@@ -21,7 +21,6 @@ from fairlead_hpc_signals.outcomes import StopOutcome, StopPolicy, to_stderr
 from fairlead_hpc_signals.scheduler import requeuer_here, why_stopped
 from fairlead_hpc_signals.shutdown import Shutdown
 from fairlead_hpc_signals.switches import SwitchFiles
-from fairlead_hpc_signals.waits import LongestWait
 from fairlead_hpc_signals.watch import StopWatch
 from fairlead_hpc_signals.workers import OutliveStops
 from fairlead_runs.guard import Overdue
@@ -75,8 +74,6 @@ class PreemptionGuard:
         self._boundary = 0
         self._save_due = False
         self._switches: SwitchFiles | None = None
-        self.waits = LongestWait()
-        """How long a signal would have waited at most so far."""
         self._deadline = Deadline(self.flags, self._environ, self.policy)
         self._question = Question(self._why, self._deadline, self.policy)
         self._watch: StopWatch | None = None
@@ -169,7 +166,6 @@ class PreemptionGuard:
         Where a stop was requested, and not all ranks answer in time, this process ends here: see `when_overdue`.
         """
         self._boundary += 1
-        self.waits.served()
         try:
             agreed = self._started().boundary(self._boundary)
         except AgreementError as error:

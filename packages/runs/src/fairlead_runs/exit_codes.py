@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
 
 
 class ExitCode(IntEnum):
@@ -23,11 +22,3 @@ class ExitCode(IntEnum):
     """Stopped by the keyboard, with everything saved; no other start is wanted."""
     STOPPED = 143
     """Stopped by SIGTERM, a `STOP` file or `fairlead cancel`, with everything saved; no other start is wanted."""
-
-
-NOT_AGAIN: Final = (ExitCode.DONE, ExitCode.WRONG, ExitCode.NEVER_AGAIN)
-"""After these the same job is not worth another start: it would do nothing, or fail alike.
-
-130 and 143 are not among them: `srun` also ends with 143 where the first rank to stop has the others ended by SIGTERM
-(`KillOnBadExit`), whatever the ranks themselves wanted to say.
-"""

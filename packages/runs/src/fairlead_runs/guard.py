@@ -83,10 +83,6 @@ class StopGuard(Protocol):
         """The `StopOutcome`, how the stop ended; None before that."""
 
     @property
-    def waits(self) -> Any:
-        """The `LongestWait` between two calls of `should_stop`."""
-
-    @property
     def in_worker(self) -> Any:
         """The `OutliveStops` for the workers of a loader."""
 

@@ -33,7 +33,6 @@ class JobStatus:
         since: When it was started, of one that runs.
         ends: When its time limit is over, of one that runs.
         restarts: How often it was started again.
-        job: Which job it is, as a `Job.id`, where that is another one of a chain than was asked for.
     """
 
     state: Literal["queued", "running", "ending", "ended", "unknown"]
@@ -43,61 +42,52 @@ class JobStatus:
     since: float | None = None
     ends: float | None = None
     restarts: int | None = None
-    job: str | None = None
-
-
-@dataclass(frozen=True)
-class RunJob:
-    """The scheduler's job that last started a run, as `Job.id` has it, and the chain of jobs that it belongs to."""
-
-    id: str
-    chain: str | None = None
 
 
 @runtime_checkable
 class JobQueue(Protocol):
     """An environment plugin whose scheduler can be asked for a job from outside of it, as from a login node."""
 
-    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
-        """What it says of a job of this scheduler, or of the one of its chain that runs or is next.
+    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
+        """The status of a job of this scheduler, `scheduler:id`.
 
         One command, until `deadline` on `time.monotonic()`: `fairlead_runs.programs.ask`.
         """
 
-    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
-        """The command that ends a job and its chain, as words; `queued`: only what has not begun, if it can do that."""
+    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
+        """The command that ends a job, as words; `queued`: only if it has not begun, where the scheduler can tell."""
 
 
-def job_of_run(run: Path) -> RunJob | None:
+def job_of_run(run: Path) -> str | None:
     """The scheduler's job that last started this run, or was submitted since; None: it was started by hand."""
     starts = [event for event in read_history(run / "history.jsonl") if event["event"] == "start"]
     last = starts[-1] if starts else {}
     sent = read_submission(run)
     if sent is not None and (not last or datetime.fromisoformat(sent.submitted) > datetime.fromisoformat(last["time"])):
-        return RunJob(f"{sent.to}:{sent.id}")
-    return RunJob(str(last["job"]), last.get("chain")) if last.get("job") else None
+        return f"{sent.to}:{sent.id}"
+    return str(last["job"]) if last.get("job") else None
 
 
-def lives(run: RunState, job: RunJob | None, status: JobStatus | None) -> bool:
+def lives(run: RunState, job: str | None, status: JobStatus | None) -> bool:
     """Whether a start of this run is there now: a job that waits, or has ended, has only left its lock behind."""
     if (
         status is not None
         and status.state in ("queued", "ended")
-        and (run.owner is None or (job is not None and run.owner.job == job.id))
+        and (run.owner is None or (job is not None and run.owner.job == job))
     ):
         return False
     return run.state == "running"
 
 
-def queue_of(job: RunJob, plugins: PluginManager) -> JobQueue | None:
+def queue_of(job: str, plugins: PluginManager) -> JobQueue | None:
     """The plugin that asks for a job; None where none of those installed can."""
-    scheduler = job.id.partition(":")[0]
+    scheduler = job.partition(":")[0]
     plugin = plugins.loaded_one("environment", scheduler) if scheduler in plugins.names("environment") else None
     return plugin if isinstance(plugin, JobQueue) else None
 
 
 def ask_for_job(
-    job: RunJob, plugins: PluginManager, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S
+    job: str, plugins: PluginManager, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> JobStatus | None:
     """What the scheduler says of a job; None where no plugin that is installed knows how to ask it."""
     queue = queue_of(job, plugins)
@@ -105,7 +95,7 @@ def ask_for_job(
 
 
 def ask_for_jobs(
-    jobs: Mapping[Path, RunJob], plugins: PluginManager, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S
+    jobs: Mapping[Path, str], plugins: PluginManager, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> dict[Path, JobStatus]:
     """What the schedulers say of the jobs of several runs, all within this time; others are left out."""
     deadline = time.monotonic() + timeout_s

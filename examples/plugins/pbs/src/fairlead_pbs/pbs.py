@@ -15,7 +15,7 @@ from fairlead import Claim, EnvironmentConfigBase, EnvironmentPlugin, Job, Setti
 from fairlead.errors import ConfigError
 from fairlead_hpc_signals import CommandSettings, SchedulerRequeue
 from fairlead_runs.programs import ask
-from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
+from fairlead_runs.scheduler import JobQueue, JobStatus
 
 State = Literal["queued", "running", "ending", "ended", "unknown"]
 STATES: Mapping[str, State] = {
@@ -120,9 +120,9 @@ class PBS(EnvironmentPlugin, JobQueue):
 
     # -- how is the queue asked?
 
-    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
+    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
         """For `fairlead status`, `runs`, `logs -f` and `cancel`."""
-        fields, problem = qstat(job.id.partition(":")[2], environ, deadline)
+        fields, problem = qstat(job.partition(":")[2], environ, deadline)
         if problem:
             return JobStatus("unknown", problem)
         state: State = STATES.get(str(fields.get("job_state")), "unknown")
@@ -135,9 +135,9 @@ class PBS(EnvironmentPlugin, JobQueue):
             ends=_end(fields) if running else None,
         )
 
-    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
+    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
         """`qdel`, which has no way to leave a job alone that has begun meanwhile."""
-        return ("qdel", job.id.partition(":")[2])
+        return ("qdel", job.partition(":")[2])
 
 
 def qstat(job: str, environ: Mapping[str, str], deadline: float) -> tuple[Mapping[str, Any], str]:

@@ -20,13 +20,7 @@ from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import newest_complete
 from fairlead_runs.guard import Overdue, StopGuard
 from fairlead_runs.heartbeat import place_of_thread
-from fairlead_runs.pace import UNSERVED
 from fairlead_runs.waiting import Standing, grouped, listed, own_standing, ranks_text, waiting, waits_there
-
-_SHORT_S: Final = 5.0
-"""Seconds that a signal may wait for a boundary before that is recorded, and shown by `fairlead status`."""
-_LONGER: Final = 1.1
-"""How much longer the next wait has to be to be recorded too: the history would grow with every step otherwise."""
 
 
 class Boundary:
@@ -43,20 +37,13 @@ class Boundary:
     def __init__(self, session: RunSession, guard: StopGuard) -> None:
         self._session = session
         self._guard = guard
-        self._next_recorded_s = _SHORT_S
-        session.on_phase = guard.waits.at
 
     def agreed(self) -> Literal["stop", "save"] | None:
         """Whether all ranks stop or save here because somebody has requested it; the engine sees to periodic saves.
 
         All ranks call it together and get the same answer. A call increments a counter, and talks to nobody.
         """
-        stops = self._guard.should_stop()
-        waits = self._guard.waits
-        if waits.seconds >= self._next_recorded_s:
-            self._next_recorded_s = _LONGER * waits.seconds
-            self._session.event(UNSERVED, seconds=round(waits.seconds, 1), phase=waits.phase)
-        if stops:
+        if self._guard.should_stop():
             return "stop"
         requested = self._guard.should_save()
         return "save" if self._session.proof_saves() or requested else None
@@ -325,9 +312,6 @@ class _RecordingRequeuer(Requeuer):
     def requeue(self) -> str:
         self._record()
         return self._requeuer.requeue()
-
-    def not_again(self) -> None:
-        self._requeuer.not_again()
 
     def cancel(self) -> None:
         self._requeuer.cancel()

@@ -33,7 +33,6 @@ from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_launch.reports import leave_to_rank_0
 from fairlead_runs import RunDirectory, collect_provenance, fingerprint
 from fairlead_runs.batch_size import batch_plan
-from fairlead_runs.chain import CHAIN
 from fairlead_runs.checkpoint_interval import interval_finding
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import LockOwner, named_checkpoint, newest_complete
@@ -239,7 +238,6 @@ def _open(
             after=max(last_owner, _newest_start(directory)),
             resumed_from=resumed_from,
             **({"weights": begins} if begins is not None else {}),
-            **({"chain": environ[CHAIN]} if environ.get(CHAIN) else {}),
         )
         if copies is not None:
             assert directory.fence is not None

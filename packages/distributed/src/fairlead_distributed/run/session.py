@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,10 @@ class RunSession:
         self._heartbeat: Heartbeat | None = None
         self.times: StepTimes | None = None
         """Where this rank's time goes, from `join` on."""
-        self.on_phase: Callable[[str], object] | None = None
-        """Is told what this rank is at, with each heartbeat."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks get everything but the lock, which stays with the process that holds it."""
-        return {**self.__dict__, "_directory": None, "_heartbeat": None, "times": None, "on_phase": None}
+        return {**self.__dict__, "_directory": None, "_heartbeat": None, "times": None}
 
     @cached_property
     def origin(self) -> Mapping[str, str | None]:
@@ -132,8 +130,6 @@ class RunSession:
         """
         self.raise_if_replaced()
         self.phase = phase
-        if self.on_phase is not None:
-            self.on_phase(phase)
         if self._heartbeat is not None:
             self._heartbeat.beat(phase, step)
         if self.times is not None:

@@ -14,7 +14,7 @@ from fairlead_environments.lsf.hosts import idle_job
 from fairlead_environments.lsf.queue import ask_for, ask_lsf
 from fairlead_environments.lsf.topology import find_task, topology
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
+from fairlead_runs.scheduler import JobQueue, JobStatus
 
 RECORDED: Final = (
     *("LSB_JOBID", "LSB_JOBINDEX", "LSB_JOBNAME", "LSB_QUEUE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "LSB_DJOB_NUMPROC"),
@@ -85,13 +85,13 @@ class LSF(LaunchedEnvironment, JobQueue):
         job = self.fairlead_job(environ)
         return None if job is None else ask_lsf(job.requeue[-1], environ, deadline)
 
-    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
+    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
         """As `bjobs` tells it."""
-        return ask_for(job.id.partition(":")[2], environ, deadline)
+        return ask_for(job.partition(":")[2], environ, deadline)
 
-    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
+    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
         """`bkill`, which has no way to leave a job alone that has begun meanwhile."""
-        return ("bkill", job.id.partition(":")[2])
+        return ("bkill", job.partition(":")[2])
 
     @hookimpl
     def fairlead_unused(self, environ: Mapping[str, str]) -> Unused | None:

@@ -12,7 +12,7 @@ from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
 from fairlead_environments.slurm.queue import ask_for, ask_slurm, cancel_words, ended
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
-from fairlead_runs.scheduler import JobQueue, JobStatus, RunJob
+from fairlead_runs.scheduler import JobQueue, JobStatus
 
 RECORDED: Final = tuple(
     f"SLURM_{name}"
@@ -105,11 +105,11 @@ class SLURM(LaunchedEnvironment, JobQueue):
         scheduler, _, number = job.partition(":")
         return ended(number, host, environ) if scheduler == "slurm" else None
 
-    def job_status(self, job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
-        """As `scontrol show job` tells it; of a chain as `squeue` does."""
+    def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
+        """From `scontrol show job`."""
         return ask_for(job, environ, deadline)
 
-    def job_cancel(self, job: RunJob, *, queued: bool) -> tuple[str, ...]:
+    def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
         """`scancel`."""
         return cancel_words(job, queued=queued)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime
 from typing import Final, Literal
 
@@ -14,7 +12,7 @@ from fairlead import StopReason
 from fairlead.facts import Why
 from fairlead.hostlist import expand
 from fairlead_runs.programs import ask
-from fairlead_runs.scheduler import JobStatus, RunJob
+from fairlead_runs.scheduler import JobStatus
 
 # -- why is it to stop?
 
@@ -138,7 +136,6 @@ State = Literal["queued", "running", "ending", "ended", "unknown"]
 _QUEUED: Final = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING: Final = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _ENDING: Final = ("COMPLETING",)
-_FORMAT: Final = "%i|%T|%r|%S|%e"
 # By what a reason begins with: SLURM has some two hundred, and new ones in each version.
 _WHY: Final[Mapping[str, str]] = {
     "BeginTime": "waits for its earliest start: after a requeue SLURM lets a job wait, 120 s by default",
@@ -162,14 +159,10 @@ _WHY: Final[Mapping[str, str]] = {
 }
 
 
-def ask_for(job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStatus:
-    """The status of a job, or of its chain; `deadline` is on the monotonic clock."""
+def ask_for(job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
+    """The status of a job; `deadline` is on the monotonic clock."""
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
-    if job.chain is not None:
-        words = ["squeue", "--noheader", f"--user={os.getuid()}", f"--name={job.chain}", f"--format={_FORMAT}"]
-        answer, problem = ask(words, deadline, environ)
-        return JobStatus("unknown", problem) if problem else read_chain(answer, job.chain)
-    number = job.id.partition(":")[2]
+    number = job.partition(":")[2]
     answer, problem = ask(["scontrol", "show", "job", "-o", number], deadline, environ)
     if "Invalid job id" in problem:
         return JobStatus("unknown", f"SLURM knows no job {number} any more")
@@ -179,20 +172,6 @@ def ask_for(job: RunJob, environ: Mapping[str, str], deadline: float) -> JobStat
     # The number of an array's last task is that of the array, and all tasks are shown.
     line = next((one for one in lines if re.match(rf"JobId={re.escape(number)}\b", one)), "".join(lines[:1]))
     return read_status(fields_of(line))
-
-
-def read_chain(text: str, chain: str) -> JobStatus:
-    """The status of the job of a chain that runs, or else is next, in lines of `squeue --format=%i|%T|%r|%S|%e`."""
-    names = ("JobId", "JobState", "Reason", "StartTime", "EndTime")
-    jobs = [dict(zip(names, line.split("|"), strict=False)) for line in text.splitlines() if line]
-    if not jobs:
-        return JobStatus("ended", f"no job of the chain {chain} is left")
-    order = ("running", "ending", "queued", "ended", "unknown")
-    first = min(jobs, key=lambda job: (order.index(_state(job.get("JobState", ""))), int(job["JobId"])))
-    # squeue says in the reason of a job that runs nothing, or the names of its nodes.
-    first["Reason"] = first.get("Reason", "") if _state(first.get("JobState", "")) == "queued" else "None"
-    status = read_status({**first, "TimeLimit": "of the job"})
-    return replace(status, detail=f"{status.detail}, of {len(jobs)} left", job=f"slurm:{first['JobId']}")
 
 
 def read_status(fields: Mapping[str, str]) -> JobStatus:
@@ -215,10 +194,9 @@ def read_status(fields: Mapping[str, str]) -> JobStatus:
     )
 
 
-def cancel_words(job: RunJob, *, queued: bool) -> tuple[str, ...]:
-    """`scancel`, where that is wanted of what has not begun only; of a chain all of it."""
-    which = (f"--user={os.getuid()}", f"--name={job.chain}") if job.chain else (job.id.partition(":")[2],)
-    return ("scancel", *(["--state=PENDING"] if queued else []), *which)
+def cancel_words(job: str, *, queued: bool) -> tuple[str, ...]:
+    """`scancel`; `queued`: only if the job has not begun."""
+    return ("scancel", *(["--state=PENDING"] if queued else []), job.partition(":")[2])
 
 
 def _state(job_state: str) -> State:

@@ -130,8 +130,8 @@ class BatchSubmitter(Submitter):
         return RunFailedError(what, where=str(script), why=done.message, fix=REFUSED)
 
     def cancel(self, job: str) -> None:
-        """Ends the job: the ranks save, and nothing restarts them."""
-        _, problem = self.ask(self.cancels, *job.split(","))
+        """Ends the job: the ranks save, and nothing starts them again."""
+        _, problem = self.ask(self.cancels, job)
         if problem:
             raise RunFailedError(f"job {job} is not cancelled", why=problem)
 

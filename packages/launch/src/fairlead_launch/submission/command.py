@@ -37,9 +37,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="run the sweep here, without a scheduler, --max-parallel trials at once (default: as many as there are "
         "GPUs for, else 1); the same command, repeated, skips the trials that are done",
     )
-    parser.add_argument(
-        "--chain", metavar="K", type=int, help="queue K jobs that run one after another (`submit.chain`)"
-    )
     parser.add_argument("--screen", action="store_true", help="test each node before the ranks start (`submit.screen`)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -53,7 +50,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     made = make_plan(
         arguments.job,
         to=arguments.to,
-        overrides=[*arguments.overrides, *_shorthands(arguments)],
+        overrides=[*arguments.overrides, *(["submit.screen=true"] if arguments.screen else [])],
         sweep=arguments.sweep,
         max_parallel=arguments.max_parallel,
         environ=session.environ,
@@ -74,11 +71,6 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     for line in _summary(made, records, session.cwd):
         session.print(line)
     return 0
-
-
-def _shorthands(arguments: argparse.Namespace) -> list[str]:
-    chain = [f"submit.chain={arguments.chain}"] if arguments.chain is not None else []
-    return [*chain, *(["submit.screen=true"] if arguments.screen else [])]
 
 
 def _refused(arguments: argparse.Namespace, findings: Sequence[Finding], session: Session) -> int:

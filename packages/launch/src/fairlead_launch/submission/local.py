@@ -90,7 +90,7 @@ class Sweep:
 
 def run_here(arguments: argparse.Namespace, session: Session) -> int:
     """Runs the trials that are not finished; 0 when all are, 1 where one failed, else how it was stopped."""
-    for option in ("to", "chain", "screen"):
+    for option in ("to", "screen"):
         if getattr(arguments, option):
             fix = f"leave --{option} or --local out"
             raise ConfigError(f"--{option} is for a scheduler", where=f"--{option}", fix=fix)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
-from pydantic import Field, model_validator
-
-from fairlead.errors import ConfigError, RunFailedError
+from fairlead.errors import ConfigError
 from fairlead.plugin_classes import SubmitterPlugin
 from fairlead_launch.submission.batch import BatchSubmitter, BatchSubmitterConfig, Raw, words
 from fairlead_launch.submission.interface import JobState, Phase, Request, of_all
-from fairlead_runs.chain import chain_begin, chain_end, chain_name, chain_options
 
 
 class SLURMSubmitterConfig(BatchSubmitterConfig):
@@ -28,9 +25,6 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
     requeue: bool | Literal["expedite"] = True
     """Whether SLURM may requeue the job. `expedite` is that of Slurm 25.11: a job whose node failed starts before all
     others."""
-    chain: int | None = Field(default=None, ge=2)
-    """If no job may be requeued: queue this many jobs, of which one runs at a time and resumes where the previous one
-    stopped; see [a chain of jobs](../how-to/preemption.md#a-chain-of-jobs)."""
     exclusive: bool = False
     """Whether the nodes are for this job alone."""
     exclude: str | None = None
@@ -38,12 +32,6 @@ class SLURMSubmitterConfig(BatchSubmitterConfig):
     screen: bool = False
     """Whether each node is looked at before the ranks start, and a bad one is left out; see
     [bad nodes](../how-to/bad-nodes.md)."""
-
-    @model_validator(mode="after")
-    def _chain_alone(self) -> Self:
-        if self.chain is not None and (self.array or self.dependency):
-            raise ValueError("a chain waits for its own jobs: leave out array and dependency")
-        return self
 
 
 class SLURM(SubmitterPlugin):
@@ -74,9 +62,6 @@ class SLURMSubmitter(BatchSubmitter):
     def render(self, request: Request) -> Mapping[str, str]:
         """The batch script."""
         config, cpus = self.config, self._cpus_per_task(request)
-        requeue = config.requeue if config.chain is None else False
-        if config.chain is not None and request.indices:
-            raise ConfigError("a chain has one run, and a sweep has several", where="submit.chain", fix="leave one out")
         own: dict[str, object] = {
             "job-name": request.name,
             "nodes": request.nodes,
@@ -97,8 +82,7 @@ class SLURMSubmitter(BatchSubmitter):
             "output": str(self._output(request)),
             "open-mode": "append",
             "signal": f"USR1@{request.warn_s}",
-            **({"requeue": config.requeue} if requeue else {"no-requeue": True}),
-            **(chain_options(chain_name(request.runs[0])) if config.chain else {}),
+            **({"requeue": config.requeue} if config.requeue else {"no-requeue": True}),
         }
         screen = self._screen(request) if config.screen else None
         script = self.script(
@@ -108,9 +92,7 @@ class SLURMSubmitter(BatchSubmitter):
             command=self._command(request),
             screen=screen,
             cpus_per_task=cpus,
-            requeue=requeue,
-            chain_begin=Raw(chain_begin(chain_name(request.runs[0]))) if config.chain else None,
-            chain_end=Raw(chain_end("$CODE")),
+            requeue=config.requeue,
         )
         if screen is not None and screen not in script:
             raise ConfigError(
@@ -122,18 +104,10 @@ class SLURMSubmitter(BatchSubmitter):
         return {"job.sh": script}
 
     def submit(self, request: Request, files: Sequence[Path]) -> str:
-        """Runs sbatch; returns the number of the job, of a chain those of all its jobs: `7,8,9`."""
-        numbers: list[str] = []
-        while len(numbers) < (self.config.chain or 1):
-            try:
-                done = self.hand_over(files[0], "--parsable")
-            except RunFailedError:
-                if numbers:
-                    self.ask("scancel", *numbers)  # a part of a chain is none
-                raise
-            # It prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
-            numbers.append(done.output.strip().splitlines()[-1].partition(";")[0])
-        return ",".join(numbers)
+        """Runs sbatch; returns the job's number."""
+        done = self.hand_over(files[0], "--parsable")
+        # It prints `JOB`, or `JOB;CLUSTER`; a site's own plugin may print lines before it.
+        return done.output.strip().splitlines()[-1].partition(";")[0]
 
     def state(self, job: str) -> JobState:
         """As squeue says it, which knows a job for some minutes after its end; else as sacct does."""

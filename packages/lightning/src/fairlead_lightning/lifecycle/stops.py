@@ -174,7 +174,6 @@ class Stops:
         self._session, self._saves = session, saves
         self._step, self._equal_validation, self._save_due = -1, True, False
         guard = self._ensure_guard()
-        guard.waits.at("prepare")
         self._boundary = Boundary(session, guard)
         if here and (trainer.world_size == 1 or get_world_size() == trainer.world_size):
             self._prepare(trainer, session)

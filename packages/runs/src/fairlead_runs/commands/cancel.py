@@ -17,7 +17,7 @@ from fairlead_runs.commands.texts import find_run
 from fairlead_runs.commit import LockOwner
 from fairlead_runs.commit.files import disk_error
 from fairlead_runs.programs import attempt, find
-from fairlead_runs.scheduler import JobStatus, RunJob, ask_for_job, job_of_run, lives, queue_of
+from fairlead_runs.scheduler import JobStatus, ask_for_job, job_of_run, lives, queue_of
 from fairlead_runs.switches import STOP, find_switch
 
 _TIMEOUT: Final = 30.0  # seconds that the scheduler may take to end a job
@@ -91,10 +91,10 @@ def _make(run: Path) -> None:
         raise disk_error(error, "the run cannot be asked to stop", run / STOP, RunDirectoryError) from error
 
 
-def _queued(run: RunState, job: RunJob, status: JobStatus | None, session: Session) -> str:
+def _queued(run: RunState, job: str, status: JobStatus | None, session: Session) -> str:
     """A job that waits has nothing to save: the scheduler forgets it, or else its next start stops at once."""
     queue = queue_of(job, session.plugins)
-    why = status.detail if status is not None and status.state == "unknown" else f"no plugin here can end {job.id}"
+    why = status.detail if status is not None and status.state == "unknown" else f"no plugin here can end {job}"
     if queue is not None and status is not None and status.state == "queued":
         words = queue.job_cancel(job, queued=True)
         refused = _run(words, session)
@@ -105,7 +105,7 @@ def _queued(run: RunState, job: RunJob, status: JobStatus | None, session: Sessi
     return f"{why}\nso {run.path / STOP} asks its next start to stop before it trains"
 
 
-def _now(run: RunState, job: RunJob | None, session: Session) -> str:
+def _now(run: RunState, job: str | None, session: Session) -> str:
     queue = queue_of(job, session.plugins) if job is not None else None
     if job is not None and queue is not None:
         words = queue.job_cancel(job, queued=False)

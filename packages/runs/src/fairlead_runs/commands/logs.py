@@ -164,15 +164,11 @@ class _Ending:
         job = job_of_run(self._path)
         if job is not None:
             if time.monotonic() - self._asked_at < _SCHEDULER_S:
-                return self._reported or f"job {job.id} is asked for in a moment"
+                return self._reported or f"job {job} will be queried shortly"
             self._asked_at = time.monotonic()
             status = ask_for_job(job, self._session.plugins, self._session.environ)
             if status is not None and status.state != "unknown":
-                return (
-                    f"job {status.job or job.id} is {status.state} ({status.detail})"
-                    if status.state != "ended"
-                    else None
-                )
+                return f"job {job} is {status.state} ({status.detail})" if status.state != "ended" else None
         last = read_history(self._path / "history.jsonl")[-1:]
         return "another start was asked for" if last and last[0]["event"] == "requeue" else None
 

@@ -14,7 +14,7 @@ from fairlead_runs import Beat, RunState, state
 from fairlead_runs.commands.texts import ago, facts, find_run, headline, in_words, shown_state, summary, table
 from fairlead_runs.describe import counted
 from fairlead_runs.monitoring import scraped_at
-from fairlead_runs.pace import longest_wait, pace, wait_line
+from fairlead_runs.pace import pace
 from fairlead_runs.scheduler import ask_for_job, job_of_run
 from fairlead_runs.states import find_dumps
 from fairlead_runs.waiting import Waiting, grouped, rank_ranges, ranks_text, waiting
@@ -38,7 +38,6 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
     answer = ask_for_job(job, session.plugins, session.environ) if job is not None else None
     how = pace(run, now)
     dumps = find_dumps(run.path)
-    wait = longest_wait(run.path)
     if arguments.json:
         behind = [beat.rank for beat in stuck.behind] if stuck is not None else []
         named = set(behind)
@@ -47,11 +46,10 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
                 **summary(run),
                 **dict(zip(("state", "reason"), shown_state(run, job, answer), strict=True)),
                 **asdict(how),
-                "job": {**asdict(job), **(asdict(answer) if answer is not None else {})} if job is not None else None,
+                "job": {"id": job, **(asdict(answer) if answer is not None else {})} if job is not None else None,
                 "ranks": [{**_rank(beat, now), "behind": beat.rank in named} for beat in run.ranks],
                 "behind": behind,
                 "why_behind": stuck.why if stuck is not None else None,
-                "longest_wait": wait,
                 "scraped_at": scraped_at(run.path),
                 "dumps": [{"kind": d.kind, "path": str(d.path), "files": d.files} for d in dumps],
             }
@@ -64,7 +62,7 @@ def run_status(arguments: argparse.Namespace, session: Session) -> int:
         session.print()
         for line in _groups(grouped(run.ranks), now):
             session.print(line)
-    notes = wait_line(wait)
+    notes: list[str] = []
     if stuck is not None:
         notes.append(stuck_line(stuck, now, running=run.state == "running"))
     notes += [f"{d.kind}: {_shown(d.path, session)} ({counted(d.files, 'file')})" for d in dumps]

@@ -15,7 +15,7 @@ from fairlead_runs import RunState, is_run, list_runs
 from fairlead_runs.describe import counted, shown_path
 from fairlead_runs.monitoring import scraped_at
 from fairlead_runs.pace import Pace
-from fairlead_runs.scheduler import JobStatus, RunJob, lives
+from fairlead_runs.scheduler import JobStatus, lives
 from fairlead_runs.states import FINGERPRINT_FILE
 from fairlead_runs.submitted import LOCAL, read_submission
 from fairlead_runs.switches import SAVE, STOP, find_switch
@@ -120,7 +120,7 @@ def ago(seconds: float | None) -> str:
     return f"{max(0, int(seconds))} s ago"
 
 
-def shown_state(run: RunState, job: RunJob | None, status: JobStatus | None) -> tuple[str, str]:
+def shown_state(run: RunState, job: str | None, status: JobStatus | None) -> tuple[str, str]:
     """The state of a run and why, by its directory and by what its scheduler says of its job.
 
     `queued` is one whose job waits to start, or to start again, and `starting` one whose job runs and has yet to begin
@@ -155,7 +155,7 @@ def _with_reason(state: str, reason: str) -> str:
     return state + (f" ({reason})" if reason else "")
 
 
-def headline(run: RunState, job: RunJob | None, status: JobStatus | None) -> str:
+def headline(run: RunState, job: str | None, status: JobStatus | None) -> str:
     """The run's name and state."""
     state, reason = shown_state(run, job, status)
     if state in ("queued", "starting"):
@@ -163,7 +163,7 @@ def headline(run: RunState, job: RunJob | None, status: JobStatus | None) -> str
     return f"{run.name}: {_with_reason(state, reason)}"
 
 
-def facts(run: RunState, how: Pace, job: RunJob | None, status: JobStatus | None, now: float) -> dict[str, str]:
+def facts(run: RunState, how: Pace, job: str | None, status: JobStatus | None, now: float) -> dict[str, str]:
     """The lines, by their names."""
     of = f" of {how.max_steps}" if how.max_steps is not None else ""
     lines = {
@@ -179,9 +179,7 @@ def facts(run: RunState, how: Pace, job: RunJob | None, status: JobStatus | None
         started = run.started.timestamp()
         lines["running"] = f"since {_clock(started, now)}, for {in_words(now - started)}"
     if job is not None:
-        name = status.job if status is not None and status.job is not None else job.id
-        chain = f" of the chain {job.chain}" if job.chain is not None else ""
-        lines["job"] = f"{name}{chain}: {'; '.join(_job(status, now))}"
+        lines["job"] = f"{job}: {'; '.join(_job(status, now))}"
     if how.steps_per_s is not None:
         speed = f"{how.steps_per_s:.3g} steps/s" if how.steps_per_s >= 0.1 else f"{1 / how.steps_per_s:.3g} s/step"
         left = f", {in_words(how.left_s)} to step {how.max_steps}" if how.left_s and here else ""
