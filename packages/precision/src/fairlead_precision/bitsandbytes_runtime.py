@@ -153,7 +153,7 @@ class EightBitTrainingLinear(bnb.nn.Linear8bitLt):  # type: ignore[misc]
         """`x @ weight.T + bias`, in the dtype of `x`, shape (..., in_features).
 
         bitsandbytes keeps the 8 bits of an earlier weight in evaluation, and while a gradient is there, also one of
-        zeros (`zero_grad(set_to_none=False)`): the layer would go on with what it was before the optimizer's steps.
+        zeros (`zero_grad(set_to_none=False)`): the layer would continue with what it was before the optimizer's steps.
         """
         self.state.reset_grads()
         tracked = torch.is_grad_enabled() and self.weight.requires_grad
@@ -248,7 +248,7 @@ class FabricBitsandbytesPrecision(_Quantises, FabricPrecision):
 
 
 class _Quiet(logging.Filter):
-    """Lets nothing through about inputs that are cast to float16 to be quantised: each forward pass says it again."""
+    """Lets nothing through about inputs that are cast to float16 to be quantised: each forward pass repeats it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "inputs will be cast" not in record.getMessage()

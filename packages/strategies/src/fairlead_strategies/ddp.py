@@ -33,7 +33,7 @@ class DDPStrategyConfig(ProcessGroupConfig):
     """Start every rank with rank 0's parameters and buffers, and compare their shapes. False: they are known to be
     equal, and a start is faster; ranks that were seeded differently then train different models."""
     start_method: Literal["popen", "spawn", "fork"] = "popen"
-    """How the ranks of this node are started when nothing else starts them: `popen` runs the script again, `spawn`
+    """How the ranks of this node are started when nothing else starts them: `popen` reruns the script, `spawn`
     and `fork` use multiprocessing. `spawn` is slower and needs everything to be picklable, but works in a
     program without a script; `fork` fails once CUDA was used."""
     ddp_comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
@@ -68,7 +68,7 @@ class DDP(LightningStrategy):
     runtime = "fairlead_strategies.ddp_runtime:build"
     codes: ClassVar[Mapping[str, str]] = {
         "ddp-comm-hook": "The communication hook of DDP does not work with the process group's backend.",
-        "ddp-exact-reduction": "An exact order of reduction is asked for together with a communication hook.",
+        "ddp-exact-reduction": "An exact order of reduction is requested together with a communication hook.",
         "ddp-start-method": "DDP is to start ranks itself, but a launcher has started them already.",
     }
 
@@ -130,7 +130,7 @@ class DDP(LightningStrategy):
         why = "a resumed run adds the gradients of its first step in another order"
         fix = "trainer.strategy: {name: ddp, exact_reduction: on}"
         if hook is not None:
-            why += f", for the communication hook {hook} takes the place of exact_reduction"
+            why += f", for the communication hook {hook} replaces exact_reduction"
             fix = "leave ddp_comm_hook out, or find_unused_parameters: true"
         yield Inexact(f"strategy: ddp with {resolution.world_size} ranks", why=why, fix=fix)
 

@@ -49,7 +49,7 @@ class FSDPStrategyConfig(ProcessGroupConfig):
         "FULL_SHARD"
     )
     """What is split: `FULL_SHARD` parameters, gradients and optimizer state; `SHARD_GRAD_OP` keeps the parameters
-    whole between forward and backward; `NO_SHARD` nothing, as DDP; the hybrids split within a node and copy across
+    gathered between forward and backward; `NO_SHARD` nothing, as DDP; the hybrids split within a node and copy across
     nodes."""
     cpu_offload: bool = False
     """Keep shards in CPU memory while they are not computed with: less GPU memory, slower."""
@@ -57,13 +57,13 @@ class FSDPStrategyConfig(ProcessGroupConfig):
     """None takes the trainer's precision; True computes, reduces and buffers in bfloat16; or each format by name."""
     auto_wrap_policy: ClassPaths | Annotated[int, Field(gt=0)] | None = None
     """Which submodules become units of their own: a list of classes (`module:Class`), or a number, for every
-    submodule with at least that many parameters. None: the whole model is one unit, which saves the least memory."""
+    submodule with at least that many parameters. None: the full model is one unit, which saves the least memory."""
     activation_checkpointing_policy: ClassPaths | None = None
     """Classes whose activations are recomputed during backward instead of stored. `activation_checkpointing` is
     accepted too."""
     state_dict_type: Literal["full", "sharded"] | None = None
     """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
-    whole checkpoint, gathered on rank 0. `sharded` has Lightning write the parts itself where `checkpoint_io` does not
+    full checkpoint, gathered on rank 0. `sharded` has Lightning write the parts itself where `checkpoint_io` does not
     take them, which holds up training until they are on disk; `full` always gathers (Lightning's default)."""
     device_mesh: tuple[Devices, Devices] | None = Field(None, strict=False)
     """For the hybrids: (number of copies, ranks that share one copy). None: one copy per node."""
@@ -71,7 +71,7 @@ class FSDPStrategyConfig(ProcessGroupConfig):
     """Start every rank with the parameters of rank 0, as DDP does; without it, ranks that were seeded differently
     are stitched together from different initial weights. Costs one broadcast at the start."""
     limit_all_gathers: bool = True
-    """Wait before gathering the next unit, so that no more than two are whole at a time."""
+    """Wait before gathering the next unit, so that no more than two are gathered at a time."""
     forward_prefetch: bool = False
     """Gather the next unit before the current forward has been issued; for models that the CPU cannot keep up with."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST"] | None = "BACKWARD_PRE"
@@ -106,7 +106,7 @@ class FSDP(LightningStrategy):
     codes: ClassVar[Mapping[str, str]] = {
         "fsdp-checkpoint-io": "`state_dict_type` of FSDP does not fit `checkpoint_io`.",
         "fsdp-cpu-offload": "FSDP is to move its shards to the memory of the CPU on which it computes.",
-        "fsdp-mesh": "The device mesh of FSDP does not have as many places as there are ranks.",
+        "fsdp-mesh": "The device mesh of FSDP does not have as many positions as there are ranks.",
     }
 
     @hookimpl
@@ -168,7 +168,7 @@ class FSDP(LightningStrategy):
             yield Finding(
                 "error",
                 "fsdp-mesh",
-                f"a device mesh of {copies} x {shards} does not have {resolution.world_size} places, one per rank",
+                f"a device mesh of {copies} x {shards} does not have {resolution.world_size} positions, one per rank",
                 where="trainer.strategy.device_mesh",
                 why=f"{copies} x {shards} = {copies * shards}",
                 fix="choose sizes whose product is the number of ranks, or leave `device_mesh` out",

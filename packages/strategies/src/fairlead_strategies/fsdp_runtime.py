@@ -138,7 +138,7 @@ class FabricFSDP(FabricFSDPStrategy):
         return context
 
     def full_parameters(self, module: Module) -> dict[str, Tensor]:
-        """All parameters of a module that was set up, by their names, whole and on the CPU; on all ranks together."""
+        """All parameters of a module that was set up, by name, complete and on the CPU; a collective."""
         return fsdp_state.full_parameters(_root(module))
 
     def full_gradients(self, module: Module) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ class FabricFSDP(FabricFSDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """As Lightning does; whole states on a CPU are gathered here, where its way ends in a segmentation fault."""
+        """As Lightning does; full states on a CPU are gathered here, where its way ends in a segmentation fault."""
         modules = [part for part in state.values() if isinstance(part, Module) and _is_sharded(part)]
         if self._state_dict_type == "full" and self.root_device.type == "cpu" and len(modules) == 1:
             full: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def _root(module: Module) -> Module:
 
 
 class FSDPStrategy(LightningFSDP):
-    """The Trainer's FSDP on any device; its checkpoints go through the CheckpointIO, whole or each rank its part."""
+    """The Trainer's FSDP on any device; its checkpoints go through the CheckpointIO, in full or each rank its part."""
 
     def __init__(self, mesh: tuple[int, ...], checkpointed: Classes, **kwargs: Any) -> None:
         super().__init__(device_mesh=mesh, **kwargs)  # type: ignore[arg-type]  # one dimension will do, too
@@ -209,7 +209,7 @@ class FSDPStrategy(LightningFSDP):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Also lets the precision clip by the norm of the whole model, for which Lightning's has no root module."""
+        """Also lets the precision clip by the norm of the full model, for which Lightning's has no root module."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.lightning_module.automatic_optimization:
             raise ConfigError(
                 "strategy: fsdp does not go together with manual optimization",
@@ -229,7 +229,7 @@ class FSDPStrategy(LightningFSDP):
         root.clip_grad_norm_(clip_val)  # of all its parameters: automatic optimization has one optimizer
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """All parameters by the names of the unsplit module, whole and on the CPU; on all ranks together."""
+        """All parameters by the names of the unsplit module, complete and on the CPU; on all ranks together."""
         return fsdp_state.full_parameters(self._root)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -287,7 +287,7 @@ class FSDPStrategy(LightningFSDP):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Whole weights, and whole states of the optimizers; shards are loaded where they are read."""
+        """Full weights, and full states of the optimizers; shards are loaded where they are read."""
         if "state_dict" not in checkpoint:
             return
         with fsdp_state.full_state(self._root, rank0_only=False):
@@ -295,11 +295,11 @@ class FSDPStrategy(LightningFSDP):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning hands over what it finds in a whole checkpoint."""
+        """Whether Lightning hands over what it finds in a full checkpoint."""
         return True
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Whole states of the optimizers, each rank takes its part."""
+        """Full states of the optimizers, each rank takes its part."""
         if checkpoint["optimizer_states"]:
             with fsdp_state.full_state(self._root, rank0_only=False):
                 self._load_optimizers(checkpoint["optimizer_states"])

@@ -73,7 +73,7 @@ class Layout:
             raise ConfigError(
                 f"{shown} {f'does not divide the {count}' if autos else f'= {known} is not the number of ranks'}",
                 where=f"{where}.{autos[0]}" if autos else where,
-                why=f"every rank has one place in the mesh, and there are {count}" if not autos else
+                why=f"every rank has one position in the mesh, and there are {count}" if not autos else
                 f"{autos[0]}: auto would be {world_size} / {known}",
                 fix="choose sizes whose product is the number of ranks" if autos else
                 f"start {known} ranks, or choose sizes whose product is {world_size}; one may be auto",

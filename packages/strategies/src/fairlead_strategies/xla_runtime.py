@@ -118,7 +118,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 def _compute_pending() -> None:
     """Computes what has been recorded so far; the next random numbers are the same as without.
 
-    Each `torch_xla.sync` goes on to another random state, whether a number was drawn or not.
+    Each `torch_xla.sync` continues to another random state, whether a number was drawn or not.
     """
     import torch_xla
     from torch_xla.core import xla_model
@@ -131,7 +131,7 @@ def _compute_pending() -> None:
 class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):
     """One device, or by SPMD all devices of this machine, for the Trainer.
 
-    What is computed together ends at the same places whether or not a checkpoint is saved in between, as a resumed run
+    What is computed together ends at the same points whether or not a checkpoint is saved in between, as a resumed run
     needs it: with each batch, and before the next one.
     """
 
@@ -226,7 +226,7 @@ class FabricOneProcessXLAStrategy(fabric.SingleDeviceXLAStrategy):
     def setup_module(self, module: Module) -> Module:
         """Splits the parameters, and from then on the batches that the module is called with.
 
-        A loop may have seeded torch after `launch`, so the device is seeded here again.
+        A loop may have seeded torch after `launch`, so the device is reseeded here.
         """
         module = super().setup_module(module)
         seed_xla(torch.initial_seed())

@@ -25,7 +25,7 @@ class ZeroConfig(ProcessGroupConfig):
     """DeepSpeed's `zero_optimization`, under DeepSpeed's names, or `config`. Sizes are numbers of elements."""
 
     config: dict[str, Any] | str | None = None
-    """DeepSpeed's own configuration, or the path of a JSON file with it, in place of the fields below. Giving
+    """DeepSpeed's own configuration, or the path of a JSON file with it, instead of the fields below. Giving
     one of those as well is an error, because it would have no effect. What both it and the trainer say must agree."""
     stage: Stage | None = Field(default_factory=_default_stage)
     """What ZeRO splits: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. 1 unless `config` is
@@ -157,7 +157,7 @@ class ActivationConfig(OffloadConfig):
 
 
 class DeepSpeedOptimizer(ConfigModel):
-    """An optimizer that DeepSpeed makes, in place of the one of `configure_optimizers`."""
+    """An optimizer that DeepSpeed makes, instead of the one of `configure_optimizers`."""
 
     type: str = Field(min_length=1)
     """DeepSpeed's name: `AdamW`, `Lamb`, `OneBitAdam`, `Muon`, ..., or a class of torch.optim."""
@@ -204,7 +204,7 @@ class DeepSpeedStrategyConfig(ActivationConfig):
     """Accept optimizers that DeepSpeed does not list as tested with ZeRO."""
     zero_force_ds_cpu_optimizer: bool | Literal["auto"] = "auto"
     """With `offload_optimizer`: accept only DeepSpeed's own optimizer for CPUs, which is compiled when first used.
-    `auto` insists on it on GPUs, as DeepSpeed does, and not on a CPU, where torch's computes in the same place."""
+    `auto` insists on it on GPUs, as DeepSpeed does, and not on a CPU, where torch's runs there as well."""
     communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
     """The number format in which gradients are sent; None: their own."""
     prescale_gradients: bool = False

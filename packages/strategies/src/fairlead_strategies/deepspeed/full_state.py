@@ -1,4 +1,4 @@
-"""Whole weights, gradients and optimizer state of a model that DeepSpeed has split; collective on all ranks."""
+"""Full weights, gradients and optimizer state of a model that DeepSpeed has split; collective on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fairlead_distributed.objects import gather_objects
 
 
 def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Each parameter whole, by its name in the unsplit model: float32 copies on the CPU.
+    """Each full parameter by its name in the unsplit model: float32 copies on the CPU.
 
     What is trained comes from the master weights, not from the 16-bit ones that are computed with.
     """
@@ -23,7 +23,7 @@ def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
 
 
 def gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Each gradient whole, averaged over the ranks, before clipping: float32 copies on the CPU.
+    """Each full gradient, averaged over the ranks, before clipping: float32 copies on the CPU.
 
     Parameters that have none are left out.
 
@@ -50,7 +50,7 @@ def gradients(engine: DeepSpeedEngine) -> dict[str, Tensor]:
 
 
 def optimizer_state(engine: DeepSpeedEngine) -> dict[str, dict[str, Tensor]] | None:
-    """What the optimizer holds for each trained parameter, whole, once a step was made: float32 copies on the CPU.
+    """What the optimizer holds for each trained parameter, in full, once a step was made: float32 copies on the CPU.
 
     `{"head.weight": {"exp_avg": ...}}`: what has the shape of its parameter. None where it lies on an NVMe.
     """

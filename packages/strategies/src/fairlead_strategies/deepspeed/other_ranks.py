@@ -74,7 +74,7 @@ def model_file(folder: Path, rank: int, split: bool) -> Path:
 
 
 class _Reader:
-    """In the place of DeepSpeed's `CheckpointEngine`: reads what this rank would have written."""
+    """Replaces DeepSpeed's `CheckpointEngine`: reads what this rank would have written."""
 
     def __init__(
         self, engine: DeepSpeedEngine, folder: Path, written: Sequence[Path], rank: int, world_size: int
@@ -142,7 +142,7 @@ class _Reader:
         return recut(before, now, self._rank)
 
     def _map(self, path: Path) -> Any:
-        """A file whose tensors are read when they are used; whole, where DeepSpeed was told to write no zip file."""
+        """A file whose tensors are read when they are used; in full, where DeepSpeed wrote no zip file."""
         if path not in self._mapped:
             mapped = zipfile.is_zipfile(path)
             self._mapped[path] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=False)  # as DeepSpeed

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages as a plugin: what it works with, and what is said before a run."""
+"""DeepSpeed's ZeRO stages as a plugin: what it works with, and its checks before a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fairlead.findings import Inexact
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.settings import (
     WHERE,
+    auto_settings,
     conflicts,
     nvme_findings,
     settings_of,
     sixteen_bits,
     uses_nvme,
-    words_of_others,
 )
 from fairlead_strategies.shared import LightningStrategy
 
@@ -107,7 +107,7 @@ class DeepSpeed(LightningStrategy):
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Each rank writes its part of weights and moments as they are, and reads it again; gloo adds in one order."""
+        """Each rank writes its part of weights and moments as they are, and reads it back; gloo adds in one order."""
         config = resolution.strategy
         assert isinstance(config, DeepSpeedStrategyConfig)
         if resolution.backend != "gloo":
@@ -137,12 +137,12 @@ class DeepSpeed(LightningStrategy):
             yield Finding.of(error, "error", "deepspeed-config")
             return
         yield from conflicts(settings, resolution)
-        for place in words_of_others(settings):
+        for path in auto_settings(settings):
             yield Finding(
                 "error",
                 "deepspeed-config",
-                f"{place} is `auto` in DeepSpeed's configuration",
-                where=f"{WHERE}.{place}",
+                f"{path} is `auto` in DeepSpeed's configuration",
+                where=f"{WHERE}.{path}",
                 why="only the Trainer of Transformers replaces it; DeepSpeed itself does not know it",
                 fix="write the value, or leave it out",
             )
@@ -151,7 +151,7 @@ class DeepSpeed(LightningStrategy):
                 yield Finding(
                     "info",
                     "deepspeed-optimizer",
-                    f"DeepSpeed's own {name} takes the place of the one of `configure_optimizers`",
+                    f"DeepSpeed's own {name} replaces the one of `configure_optimizers`",
                     where=f"{WHERE}.{name}" if config.config is not None else f"trainer.strategy.{name}",
                     why="DeepSpeed's configuration names one",
                     fix=f"leave {name} out, where the module's own is meant",

@@ -37,7 +37,7 @@ from fairlead_strategies.deepspeed.other_ranks import from_other_ranks
 from fairlead_strategies.deepspeed.settings import conflicts, settings_of, uses_nvme
 
 RENAMED: Final = r"`torch\.distributed\.\w+` is deprecated"
-"""How torch 2.13 warns of the collectives that DeepSpeed calls, in every process and again and again."""
+"""How torch 2.13 warns of the collectives that DeepSpeed calls, in every process, repeatedly."""
 
 
 class DeepSpeedStrategy(LightningDeepSpeedStrategy):
@@ -45,7 +45,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """No: Lightning counts the batches, and is told below when DeepSpeed may step.
+        """No: Lightning counts the batches, and DeepSpeed is notified below when it may step.
 
         DeepSpeed's own count does not know where an epoch ends.
         """
@@ -99,7 +99,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         return optimizer_state(self.deepspeed_engine)
 
     def clipping_norm(self) -> float | None:
-        """The norm of all gradients that DeepSpeed has clipped the last step by; None: it has not said."""
+        """The norm of all gradients that DeepSpeed has clipped the last step by; None: it is unknown."""
         norm = self.deepspeed_engine.get_global_grad_norm()
         return float(norm) if norm is not None else None
 
@@ -227,7 +227,7 @@ def without_inference_kernels() -> Iterator[None]:
 
 
 def build(config: DeepSpeedStrategyConfig, context: BuildContext) -> DeepSpeedStrategy | FabricDeepSpeed:
-    """The strategy, which hands DeepSpeed its whole configuration.
+    """The strategy, which hands DeepSpeed its full configuration.
 
     Raises:
         ConfigError: `config` names no JSON file, it contradicts the trainer, or this machine lacks what it needs.

@@ -57,7 +57,7 @@ class MeshStrategyConfig(ProcessGroupConfig):
     float32}`. Default null: `trainer.precision` alone decides."""
     save_distributed_checkpoint: bool | None = None
     """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
-    whole checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
+    full checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
     them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""
 
     def layout(self, world_size: int) -> Layout:
@@ -96,7 +96,7 @@ class ContextFields(MeshStrategyConfig):
     """How the ranks that share a sequence compute its attention."""
 
     context_method: Literal["allgather", "ulysses"] = "allgather"
-    """How attention sees the whole sequence: keys and values of all ranks are gathered, or heads are exchanged for
+    """How attention sees the full sequence: keys and values of all ranks are gathered, or heads are exchanged for
     positions (Ulysses, arXiv:2309.14509)."""
     context_balance: bool = True
     """Give each rank a piece of the beginning and one of the end of the sequence, so that causal attention costs all

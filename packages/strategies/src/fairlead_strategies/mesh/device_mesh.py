@@ -60,10 +60,10 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def agree_on_random_numbers(mesh: DeviceMesh, device: torch.device) -> None:
-    """Ranks that share a batch go on with the same global generators: those of the first of them. A collective.
+    """Ranks that share a batch continue with the same global generators: those of the first of them. A collective.
 
     They load the same samples, and drop out the same elements of an activation that each of them holds. Dropout on
-    what is split over them then drops the same places of each part.
+    what is split over them then drops the same positions of each part.
     """
     for name in ("pipeline", "context", "tensor"):
         if name not in (mesh.mesh_dim_names or ()):

@@ -1,4 +1,4 @@
-"""Whole checkpoints of a model in which some parameters lie on some ranks only: those of its experts."""
+"""Full checkpoints of a model in which some parameters lie on some ranks only: those of its experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fairlead_strategies.mesh.parallelize import reshard
 
 
 def like(value: Any, own: Any) -> Any:
-    """A whole tensor cut as `own` is, without communication; anything else stays as it is."""
+    """A full tensor cut as `own` is, without communication; anything else stays as it is."""
     if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     device = own.to_local().device
@@ -28,7 +28,7 @@ def like(value: Any, own: Any) -> Any:
 
 
 @contextmanager
-def tuples_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+def tuples_preserved(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """What was a tuple in a group before a load in the block is one after it: torch makes lists of them on the way."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     names = [[name for name, value in group.items() if isinstance(value, tuple)] for group in groups]
@@ -43,7 +43,7 @@ Held = Mapping[Any, tuple[Any, Any]]
 
 
 def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
-    """The entries of a group's ranks on its first, tensors whole and in CPU memory; the others get nothing.
+    """The entries of a group's ranks on its first, tensors complete and in CPU memory; the others get nothing.
 
     A collective of them; without a group, of all ranks.
 
@@ -112,13 +112,13 @@ def optimizer_on_first_rank(model: Module, optimizer: Optimizer, device: torch.d
 
 
 def cut_model(full: Mapping[str, Any], model: Module) -> dict[str, Any]:
-    """A whole state of a model as each rank holds it, without communication."""
+    """A full state of a model as each rank holds it, without communication."""
     own = model.state_dict()
     return {name: like(value, own.get(name)) for name, value in full.items()}
 
 
 def cut_optimizer(full: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A whole state of an optimizer as each rank holds it, without communication."""
+    """A full state of an optimizer as each rank holds it, without communication."""
     parameters = _parameters(optimizer, full)
     entries = {}
     for number, state in full["state"].items():
@@ -140,7 +140,7 @@ def _cut(value: Any, parameter: Tensor) -> Any:
 def forget_absent(optimizers: Iterable[Optimizer]) -> None:
     """Drops the state of parameters that this rank does not hold.
 
-    Loading makes some, under the names that the owners' state has as well. It would never change again, and be saved as
+    Loading makes some, under the names that the owners' state has as well. It would never change, and be saved as
     theirs: their count of steps is a plain tensor, of which any rank's is written.
     """
     for optimizer in optimizers:

@@ -1,11 +1,11 @@
-"""The one place where a module is split, and the order in which that is done.
+"""Splits a module, in one documented order.
 
 1. **tensor**: layers are cut first, for whatever comes later must see the parameters that a rank really has;
 2. **expert**: experts go to their ranks, before anything is sharded: what follows sees those that a rank has;
 3. **context**: attention learns that each rank has a part of the sequence (no parameter changes);
 4. **precision**: `trainer.precision` converts formats (bf16-true) of what a rank has. Layers that compute in another
-   way (FP8) took their places before: splitting one leaves it its arithmetic;
-5. **activation checkpointing**: around blocks that compute as they will, so that what is computed again communicates
+   way (FP8) replaced them before: splitting one leaves it its arithmetic;
+5. **activation checkpointing**: around blocks that compute as they will, so that what is recomputed communicates
    alike; inside of the units, so that a unit is gathered once for its second forward and its backward;
 6. **fully_shard** over copies x shards (HSDP): last and outermost, around what every rank has left of each block. It
    casts to the number formats of `mixed_precision` and offloads; for split layers without any of this it is left out.
@@ -178,7 +178,7 @@ def parallelize(
     """Splits a module in place over a mesh, in the order above; every rank starts from the first rank's values.
 
     Args:
-        module: A whole model, or one stage of a pipeline; on any device. Parameters on the meta device are left to be
+        module: A full model, or one stage of a pipeline; on any device. Parameters on the meta device are left to be
             initialised later.
         mesh: With a dimension `shard`, and any of `replicate`, `context` and `tensor`; a dimension `pipeline` says only
             which ranks have another stage.
@@ -189,11 +189,11 @@ def parallelize(
         experts: Between which ranks experts are divided; None: not, or found from the mesh by a collective of all.
 
     Raises:
-        ConfigError: The module has no layers of the classes, or none that can be split as asked.
+        ConfigError: The module has no layers of the classes, or none that can be split as requested.
     """
     names = mesh.mesh_dim_names or ()
     for tensor in (*module.parameters(), *module.buffers()):
-        # One at a time, so that no device must hold the whole model. Ranks that were seeded differently would otherwise
+        # One at a time, so that no device must hold the full model. Ranks that were seeded differently would otherwise
         # each contribute their part of a different model.
         from_first_rank(tensor, mesh, device)
     units = blocks(module, wrap_policy(config))
@@ -277,7 +277,7 @@ def _shard(
         experts.shard(home, options, reshard=config.reshard_after_forward)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=config.reshard_after_forward, **options)
-    # The root is needed again at once for backward, so freeing it would only cost a second gather.
+    # The root is needed at once for backward, so freeing it would only cost a second gather.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
 
 

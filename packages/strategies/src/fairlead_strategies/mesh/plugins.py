@@ -25,7 +25,7 @@ from fairlead_strategies.shared import LightningStrategy
 CODES: Final[Mapping[str, str]] = {
     "pipeline-alone": "A pipeline of one rank.",
     "pipeline-bubble": "The part of each step in which the ranks of a pipeline wait.",
-    "pipeline-checkpoint-io": "The checkpoint_io takes shards, and a pipeline gathers whole checkpoints.",
+    "pipeline-checkpoint-io": "The checkpoint_io takes shards, and a pipeline gathers full checkpoints.",
     "pipeline-divergence": "The ranks of a pipeline hold different layers, which cannot be compared.",
     "pipeline-micro-batches": "The number of micro-batches does not fit the schedule or the stages.",
     "pipeline-stages": "The schedule does not take so many stages on a rank.",
@@ -169,7 +169,7 @@ class MeshStrategy(LightningStrategy):
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Shown on CPUs with whole checkpoints: a unit always reduces the same gradients together."""
+        """Shown on CPUs with full checkpoints: a unit always reduces the same gradients together."""
         config = resolution.strategy
         assert isinstance(config, MeshStrategyConfig)
         doubts = {
@@ -190,7 +190,7 @@ class MeshStrategy(LightningStrategy):
 
 
 def checkpoint_findings(config: MeshStrategyConfig, resolution: Resolution) -> Iterator[Finding]:
-    """Whether parts or the whole can be saved as asked."""
+    """Whether shards or a full checkpoint can be saved as configured."""
     takes_shards, name = resolution.checkpoint_io.saves_shards, resolution.checkpoint_io.name
     where = "trainer.strategy.save_distributed_checkpoint"
     if config.save_distributed_checkpoint and not takes_shards:
@@ -386,7 +386,7 @@ def expert_findings(config: HybridStrategyConfig, layout: Layout) -> Iterator[Fi
         yield Finding(
             "error",
             "hybrid-expert",
-            f"expert {layout.expert} with sequence_parallel: a mixture is to get whole sequences",
+            f"expert {layout.expert} with sequence_parallel: a mixture is to get full sequences",
             where="trainer.strategy.sequence_parallel",
             why="between the blocks each rank of `tensor` has other tokens, and the router would learn of a part",
             fix="sequence_parallel: false; each rank of `tensor` sends a part of the tokens to the experts anyway",

@@ -33,7 +33,7 @@ from fairlead_strategies.mesh.full_state import (
     forget_absent,
     model_on_first_rank,
     optimizer_on_first_rank,
-    tuples_kept,
+    tuples_preserved,
 )
 from fairlead_strategies.mesh.parallelize import gather_for_steps, is_parallelised, parallelize
 
@@ -181,7 +181,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
 
     @property
     def _gathers(self) -> bool:
-        """Whether rank 0 is to have the whole of what Lightning cannot gather."""
+        """Whether rank 0 gathers what Lightning cannot gather."""
         return self._beyond_lightning and not (self._saves_shards or self._save_distributed_checkpoint)
 
     @property
@@ -193,7 +193,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a whole checkpoint, or shards through the CheckpointIO, each rank its part.
+        """Loads a full checkpoint, or shards through the CheckpointIO, each rank its part.
 
         Lightning would read shards with plain `pickle`, which runs whatever they say.
         """
@@ -206,7 +206,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
             own = plain_state(get_model_state_dict(self.model))
             found = io.load_shards(path, destinations(own, self.optimizers), weights_only)
         if found is None and path.is_dir():
-            with tuples_kept(self.optimizers):
+            with tuples_preserved(self.optimizers):
                 found = super().load_checkpoint(path, weights_only)
             forget_absent(self.optimizers)
             return found
@@ -221,10 +221,10 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         return found
 
     def _load_full(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        """A whole checkpoint, cut as this rank holds it; the weights may be loaded already.
+        """A full checkpoint, cut as this rank holds it; the weights may be loaded already.
 
         Not so the optimizers' states: Lightning takes their numbers for those of the model's parameters in their order,
-        and where a single process had groups of parameters in another, moments would change places.
+        and where a single process had groups of parameters in another, moments would be exchanged.
         """
         assert self.model is not None
         found: dict[str, Any]

@@ -28,7 +28,7 @@ def parts_of(
     """For each stage its layers, the same on all ranks: where times are measured, they are rank 0's.
 
     Raises:
-        ConfigError: The config does not fit the layers; the message has `trainer.strategy.split` as its place.
+        ConfigError: The config does not fit the layers; the message names `trainer.strategy.split`.
     """
     try:
         return _parts(module, layers, names, stages, config)
@@ -61,7 +61,7 @@ _CLASSES = ("activation_checkpointing", "auto_wrap_policy")  # fields that name 
 
 
 def check_layers(config: PipelineFields, module: nn.Module, tensor: int) -> None:
-    """Whether the whole module has the layers that the config names.
+    """Whether the full module has the layers that the config names.
 
     Args:
         config: By their classes, in the plan by their names; and mixtures, where experts are divided.

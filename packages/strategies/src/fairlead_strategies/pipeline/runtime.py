@@ -48,7 +48,7 @@ from fairlead_strategies.pipeline.stages import Split, split_module
 class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     """Splits the module into stages, and each stage as the rest of the mesh says; runs its steps as a pipeline.
 
-    Optimizers, schedulers and hooks see this rank's parameters, under the names of the whole model. But
+    Optimizers, schedulers and hooks see this rank's parameters, under the names of the full model. But
     `configure_optimizers` finds every layer: those of other ranks are there meanwhile, without their values.
     """
 
@@ -112,7 +112,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         self.model_to_device()
         self._reset_optimizers_and_schedulers()
         if fitting:
-            with split.as_whole(module) as names:
+            with split.with_all_layers(module) as names:
                 self.setup_optimizers(trainer)
                 self._groups = [named_groups(one, names) for one in self.optimizers]
             own = {id(one) for one in module.parameters()}
@@ -154,7 +154,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
             rank_zero_warn(
                 "a batch norm in a pipeline normalises each micro-batch by itself: not what one process does with the "
-                "whole batch. Layer, group and RMS norms do not depend on other samples."
+                "full batch. Layer, group and RMS norms do not depend on other samples."
             )
 
     def _split_module(self, module: pl.LightningModule) -> Split:
@@ -223,7 +223,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         return loss
 
     def _check_attention(self) -> None:
-        """Whether any stage has attention that sees the whole sequence: a collective of the pipeline.
+        """Whether any stage has attention that sees the full sequence: a collective of the pipeline.
 
         Raises:
             ConfigError: On all ranks, where none has.
@@ -253,7 +253,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     # -- state
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """The parameters of all stages under the names of the whole model, in CPU memory; a collective of all ranks.
+        """The parameters of all stages under the names of the full model, in CPU memory; a collective of all ranks.
 
         Of a weight that several stages hold each of them has its own.
         """
@@ -271,14 +271,14 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         return gather(own, self.group, self.stage_group, self.root_device, everyone=everyone)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's, by their first name in the whole model."""
+        """This rank's, by their first name in the full model."""
         assert self._split is not None
         assert self.lightning_module is not None
         self._reshard()
         return self._split.parameters(self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of all stages on rank 0, under the names of the whole model; a collective of all ranks."""
+        """The weights of all stages on rank 0, under the names of the full model; a collective of all ranks."""
         assert self._split is not None
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
@@ -303,15 +303,15 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The whole checkpoint, on every rank."""
+        """The full checkpoint, on every rank."""
         return Strategy.load_checkpoint(self, os.fspath(checkpoint_path), weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Rank 0 has the whole, and writes it."""
+        """Rank 0 has all of it, and writes it."""
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """This rank's layers from a whole state, of any strategy."""
+        """This rank's layers from a full state, of any strategy."""
         assert self._split is not None
         assert self.lightning_module is not None
         own = self.lightning_module.state_dict()
@@ -319,7 +319,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         self.lightning_module.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """This rank's part of whole optimizer states, of any strategy."""
+        """This rank's part of full optimizer states, of any strategy."""
         for optimizer, groups, state in zip(self.optimizers, self._groups, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(local_optimizer_state(state, groups, self.own_parameters()))
         forget_absent(self.optimizers)

@@ -1,4 +1,4 @@
-"""A LightningModule cut into stages: each rank keeps the layers of its own, under the names of the whole model."""
+"""A LightningModule cut into stages: each rank keeps the layers of its own, under the names of the full model."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Elsewhere(nn.Module):
 
     def __init__(self, name: str, rank: int) -> None:
         super().__init__()
-        self.place = f"{name} is on pipeline rank {rank}"
+        self.location = f"{name} is on pipeline rank {rank}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises."""
         raise ConfigError(
-            f"{self.place}, and was called here",
+            f"{self.location}, and was called here",
             where="trainer.strategy",
             fix="call the module itself, on all ranks together: self(...) goes through all stages",
         )
 
     def extra_repr(self) -> str:
         """Where it is."""
-        return self.place
+        return self.location
 
 
 class StageOfModule(nn.Module):
-    """The layers of one stage, in a tree of the same names as in the whole model.
+    """The layers of one stage, in a tree of the same names as in the full model.
 
-    Plans that name layers (`blocks.*.up`) fit it as they fit the whole, and units to shard are found in it.
+    Plans that name layers (`blocks.*.up`) fit it as they fit the full model, and units to shard are found in it.
     """
 
     def __init__(self, full: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -74,10 +74,10 @@ def _pruned(module: nn.Module, keep: set[int]) -> nn.Module | None:
 
 @dataclass
 class Names:
-    """The names of the whole model, which a rank still knows when it has only some of the layers."""
+    """The names of the full model, which a rank still knows when it has only some of the layers."""
 
     state: list[str]
-    """Keys of the `state_dict` of the whole model, in its order."""
+    """Keys of the `state_dict` of the full model, in its order."""
     canonical: dict[str, str]
     """The first name of each parameter, by each of its names: tied weights have several."""
     parameters: list[str]
@@ -85,7 +85,7 @@ class Names:
 
     @classmethod
     def of(cls, module: nn.Module) -> Names:
-        """Those of a module that is whole."""
+        """Those of a module with all layers."""
         first: dict[int, str] = {}
         canonical = {
             name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)
@@ -102,20 +102,20 @@ class Split:
     tied: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     """The first name of each weight that other ranks hold too, and the pipeline ranks that do."""
     described: list[str] = field(default_factory=list)
-    """One line for each stage of the whole pipeline."""
+    """One line for each stage of the full pipeline."""
     elsewhere: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
     """What is on other ranks: where it was (a module and a name in it), the layer without its values, the stand-in."""
 
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """This rank's parameters by the first name that they have in the whole model."""
+        """This rank's parameters by the first name that they have in the full model."""
         found: dict[str, nn.Parameter] = {}
         for name, one in module.named_parameters():
             found.setdefault(self.names.canonical[name], one)
         return found
 
     @contextmanager
-    def as_whole(self, module: nn.Module) -> Iterator[dict[int, str]]:
-        """Inside the block the module has all layers again, those of other ranks without memory for their values.
+    def with_all_layers(self, module: nn.Module) -> Iterator[dict[int, str]]:
+        """Inside the block the module has all layers, those of other ranks without memory for their values.
 
         Gives the first name of each parameter by its `id`: for `configure_optimizers`, which may want any of them.
         """
@@ -149,7 +149,7 @@ def split_module(
     """Leaves the layers of this rank's stages in the module; those of others become `Elsewhere`.
 
     Args:
-        module: The whole model; changed in place.
+        module: The full model; changed in place.
         layers: Its layers in their order.
         names: What they are called.
         parts: For each stage of the pipeline, its layers.
