@@ -149,7 +149,7 @@ def test_what_cannot_be_saved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.left == {
         "callback Ema.file": "it is a StringIO, which is no plain data",
         "callback Ema.graph": "it[0] is a tensor with the graph that computed it: detach it",
-        "callback Ema.large": "it has 4 MiB, and up to 1 are kept",
+        "callback Ema.large": "it has 4 MiB, and at most 1 are saved",
     }
 
 

@@ -330,7 +330,7 @@ def refused() -> dict[str, str]:
         "cross": ["is not that of a sequence to itself"],
         "labels": ["a loss inside the module would see this rank's tokens only"],
         "table": ["a table of 6 rows has no positions for sequences of 8 tokens"],
-        "weights": ["torch.nn.MultiheadAttention is asked for its weights", "need_weights=False"],
+        "weights": ["torch.nn.MultiheadAttention must return its attention weights", "need_weights=False"],
         "along": ["conv1d works along the sequence, and this rank has 4 tokens of it"],
         "a part": ["a part of the module was called, and the module itself not", "call `self(...)`"],
         "no tokens": ["called without a tensor of shape (batch, sequence, ...)"],

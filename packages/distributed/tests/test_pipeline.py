@@ -205,7 +205,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_a_wrong_weight_and_other_batches_are_found_at_the_first_step() -> None:
     for said in run_ranks(refusals, 2):
-        assert "do not make the loss of the whole batch" in said[0]
+        assert "do not make the loss of the full batch" in said[0]
         assert "different batches" in said[1]
 
 

@@ -175,7 +175,7 @@ def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.C
         for _ in run.epochs(1):
             for _ in loader(8):
                 run.step()
-    assert capsys.readouterr().out.count("not exact, because of the place in an epoch") == 1
+    assert capsys.readouterr().out.count("not exact, because of the position in an epoch") == 1
 
 
 def test_a_field_of_checkpoint_that_there_is_not_is_named(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_a_loader_that_cannot_be_counted_is_refused() -> None:
     sampler = ResumableDistributedSampler(10)
     other = DataLoader(range(10), batch_size=2)  # type: ignore[arg-type,var-annotated]
     own_batches = DataLoader(range(10), batch_sampler=[[0, 1], [2]])  # type: ignore[arg-type,var-annotated]
-    for loader, why in [(other, "another sampler"), (own_batches, "batch sampler of its own")]:
+    for loader, why in [(other, "another sampler"), (own_batches, "custom batch sampler")]:
         with pytest.raises(ConfigError, match=why):
             next(sampler.batches(loader))
 

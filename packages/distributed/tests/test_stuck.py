@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from fairlead_distributed import free_port
-from fairlead_distributed.alarms import asked_to_stop
+from fairlead_distributed.alarms import is_requested_stop
 from fairlead_distributed.stacks import dump_stacks, flight_recorder_variables
 from fairlead_distributed.stuck import RankWatch
 from fairlead_distributed.testing import without_gloo
@@ -504,7 +504,7 @@ def test_a_store_that_cannot_be_shared_and_a_full_disk_break_nothing(tmp_path: P
     ],
 )
 def test_what_counts_as_a_stop(error: BaseException | None, stop: bool) -> None:
-    assert asked_to_stop(error) == stop
+    assert is_requested_stop(error) == stop
 
 
 def test_dumps_are_appended_with_why_and_the_names_of_the_threads(tmp_path: Path) -> None:

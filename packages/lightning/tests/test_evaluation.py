@@ -31,7 +31,7 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from fairlead_distributed import EvaluationSampler, all_reduce
-from fairlead_distributed.evaluation import evaluation_loader, shard_of, why_kept
+from fairlead_distributed.evaluation import evaluation_loader, shard_of, why_unchanged
 from fairlead_distributed.testing import run_ranks
 from fairlead_lightning.resume.averages import AverageOverRanks
 
@@ -164,21 +164,21 @@ DATA: Any = range(4)
         (DataLoader(Stream()), "a stream"),
         (
             DataLoader(DATA, sampler=EvaluationSampler(4, num_replicas=1, rank=0)),
-            "sampler of its own, EvaluationSampler",
+            "custom sampler, EvaluationSampler",
         ),
-        (DataLoader(DATA, sampler=DistributedSampler(DATA, 1, 0)), "sampler of its own, DistributedSampler"),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 4, 4)), "sampler of its own, WeightedRandomSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "sampler of its own, RandomSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=9)), "sampler of its own, RandomSampler"),
-        (DataLoader(DATA, batch_sampler=OwnBatches(DATA, 2, False)), "batch sampler of its own, OwnBatches"),
-        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "batch sampler of its own, list"),
-        (OwnWay(DATA), "OwnWay draws its batches in a way of its own"),
+        (DataLoader(DATA, sampler=DistributedSampler(DATA, 1, 0)), "custom sampler, DistributedSampler"),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 4, 4)), "custom sampler, WeightedRandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "custom sampler, RandomSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=9)), "custom sampler, RandomSampler"),
+        (DataLoader(DATA, batch_sampler=OwnBatches(DATA, 2, False)), "custom batch sampler, OwnBatches"),
+        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "custom batch sampler, list"),
+        (OwnWay(DATA), "OwnWay overrides how batches are drawn"),
         ([1, 2], "list is not a torch DataLoader"),
     ],
 )
 def test_what_is_the_users_own_is_not_replaced(loader: Any, why: str) -> None:
     assert evaluation_loader(loader, 2, 0) is None
-    assert why in (why_kept(loader) or "")
+    assert why in (why_unchanged(loader) or "")
 
 
 # -- evaluations on real ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairlead_strategies.deepspeed.rank_state import Move, Place, each_by_itself, end_to_end
+from fairlead_strategies.deepspeed.rank_state import Move, Slot, each_by_itself, end_to_end
 
 SIZES = [{"a": 17, "b": 1, "c": 30}, {"d": 2, "e": 12}]
 WHOLE = {name: torch.arange(1.0, n + 1) + 100 * i for group in SIZES for i, (name, n) in enumerate(group.items())}
@@ -33,7 +33,7 @@ def split(ranks: int) -> list[list[Tensor]]:
     return found
 
 
-def cut(stage: int, ranks: int, gap: int) -> tuple[list[list[Tensor]], dict[str, Place]]:
+def cut(stage: int, ranks: int, gap: int) -> tuple[list[list[Tensor]], dict[str, Slot]]:
     if stage == 3:
         return split(ranks), each_by_itself(SIZES, ranks)
     vectors = flat(ranks, gap)

@@ -17,7 +17,7 @@ from fairlead.plugins import default_plugins
 
 
 def or_process(environ: Mapping[str, str] | None) -> Mapping[str, str]:
-    """The given mapping, or this process's own environment: the one place where it is looked up."""
+    """The given mapping, or this process's own environment: looked up here alone."""
     return os.environ if environ is None else environ
 
 

@@ -1,4 +1,4 @@
-"""What the samplers and the seeding helpers share: seeds from numbers, orders from seeds, this rank's place."""
+"""What the samplers and the seeding helpers share: seeds from numbers, orders from seeds, this rank's shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fairlead_distributed.info import get_rank, get_world_size, is_initialized, 
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """A seed of 63 bits from a purpose and whole numbers: neighbours get unrelated seeds, `seed + epoch` does not.
+    """A seed of 63 bits from a purpose and integers: neighbours get unrelated seeds, `seed + epoch` does not.
 
     The same on every machine and in every process.
 
@@ -55,7 +55,7 @@ def as_dataset(dataset_or_length: Sized | Dataset[Any] | int) -> Any:
     return range(dataset_or_length) if isinstance(dataset_or_length, int) else dataset_or_length
 
 
-def place(num_replicas: int | None, rank: int | None, where: str) -> tuple[int, int]:
+def shard_and_rank(num_replicas: int | None, rank: int | None, where: str) -> tuple[int, int]:
     """The number of shards and the number of ours, from the process group where they are not given."""
     if num_replicas is None or rank is None:
         require_initialized(where)

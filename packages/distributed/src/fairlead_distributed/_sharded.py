@@ -5,7 +5,7 @@ Where it was not imported, nothing can be an instance of its classes.
 Parameters that only some of the ranks hold, such as the experts of a mixture: DTensors on a mesh of those ranks.
 
 The other ranks have them too, under the same names and empty, so that all ranks talk about the same parameters in the
-same order. What is only on some ranks has to be brought to the others by whoever wants it whole.
+same order. What is only on some ranks has to be brought to the others by the caller that needs it in full.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def first_rank(mesh: DeviceMesh) -> int:
 
 
 def on_all_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The whole of a detached DTensor, also of one on a mesh of some ranks only; a collective of the group's ranks.
+    """The full tensor of a detached DTensor, also on a mesh of some ranks only; a collective of the group's ranks.
 
     Args:
         tensor: What each rank holds of it, perhaps nothing.

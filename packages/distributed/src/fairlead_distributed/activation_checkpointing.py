@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers that keep only their inputs and compute the rest again in the backward pass.
+"""Activation checkpointing: layers that keep only their inputs and recompute the rest in the backward pass.
 
 A layer stays the object it is, with the same names in `state_dict()` and `named_parameters()`: only its `forward` is
 replaced. So it goes together with every way to split a model, in the order in which they are applied: tensor
@@ -34,12 +34,12 @@ def checkpoint_layers(
 
     The gradients are those without it. The random state of the forward pass is restored for the second one, so that
     dropout drops the same, and buffers that a forward pass changes (the running statistics of a batch normalisation)
-    change once. A layer that is checkpointed already is not checkpointed again.
+    change once. A layer that is checkpointed already stays as it is.
 
     Args:
         module: The model; itself a layer where it is of one of the classes.
         classes: The classes of the layers; those derived from them count too. None at all: nothing is done.
-        save_ops: Operators whose results are kept, such as `aten.mm` (all of its overloads) or
+        save_ops: Operators whose results are stored, such as `aten.mm` (all of its overloads) or
             `torch.ops.aten.mm.default`: expensive ones are not computed twice.
 
     Raises:
@@ -81,7 +81,7 @@ def checkpoint_layer(layer: nn.Module, save_ops: Collection[Op] = ()) -> Callabl
 
 
 def is_checkpointed(layer: nn.Module) -> bool:
-    """Whether this layer computes its activations again."""
+    """Whether this layer recomputes its activations."""
     return isinstance(vars(layer).get("forward"), _Recomputed)
 
 
@@ -134,7 +134,7 @@ class _Recomputed:
     """The `forward` of a checkpointed layer. An object and no closure, so that a copy of the model has its own."""
 
     def __init__(self, layer: nn.Module, save_ops: list[Op]) -> None:
-        functools.update_wrapper(self, layer.forward)  # for those who look at the signature
+        functools.update_wrapper(self, layer.forward)  # its signature may be inspected
         self.layer, self.original, self.save_ops = layer, layer.forward, save_ops
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,9 +144,9 @@ class _Recomputed:
         """What surrounds the first and the second forward pass."""
         buffers = _Buffers(self.layer)
         if not self.save_ops:
-            return buffers.first(), buffers.again()
-        first, again = create_selective_checkpoint_contexts(self.save_ops)  # type: ignore[no-untyped-call]
-        return _both(buffers.first(), first), _both(buffers.again(), again)
+            return buffers.first(), buffers.recompute()
+        first, recompute = create_selective_checkpoint_contexts(self.save_ops)  # type: ignore[no-untyped-call]
+        return _both(buffers.first(), first), _both(buffers.recompute(), recompute)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ class _Buffers:
         ]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def recompute(self) -> Iterator[None]:
         now = [(one, one.clone()) for one, _ in self._before]
         _put(self._before)
         try:
@@ -195,7 +195,7 @@ def _put(values: list[tuple[Tensor, Tensor]]) -> None:
 
 
 class SelectiveGradientCheckpointing:
-    """Checkpoints a share of a model's layers in place: these keep their inputs only, and run again in backward.
+    """Checkpoints a share of a model's layers in place: these keep their inputs only, and are recomputed in backward.
 
     Layers are the items with parameters in the model's outermost `ModuleList`s and `Sequential`s. Those chosen are
     spread evenly: a half is every second one.
@@ -203,7 +203,7 @@ class SelectiveGradientCheckpointing:
     Args:
         model: The model.
         checkpoint_ratio: The share of its layers, from 0 (none) to 1 (all).
-        save_ops: Operators whose results are kept all the same; see `checkpoint_layers`.
+        save_ops: Operators whose results are stored all the same; see `checkpoint_layers`.
 
     Attributes:
         layers: The names of the checkpointed layers.
@@ -233,7 +233,7 @@ class SelectiveGradientCheckpointing:
             )
         ops, count = operators(save_ops), int(checkpoint_ratio * len(found) + 0.5)
         names = list(found)
-        # Item i is taken where the running share crosses a whole number: evenly, and exactly `count` of them.
+        # Item i is taken where the running share crosses an integer: evenly, and exactly `count` of them.
         self.layers = [n for i, n in enumerate(names) if (i + 1) * count // len(names) > i * count // len(names)]
         self._undo = [checkpoint_layer(found[name], ops) for name in self.layers]
 
@@ -246,16 +246,16 @@ class SelectiveGradientCheckpointing:
 
 @contextmanager
 def checkpoint_scope(*, save_ops: Collection[str | Op] = ()) -> Iterator[None]:
-    """Models called inside the block keep only the inputs of their layers, and compute the rest again in backward.
+    """Models called inside the block keep only the inputs of their layers, and recompute the rest in backward.
 
     Layers are the items with parameters in a model's outermost `ModuleList`s and `Sequential`s; a model that has none
-    is one layer. What is computed between layers, or outside of any module, is kept as always: code that no module
-    holds cannot be run again. The backward pass may be inside the block or after it. It counts for this thread only.
+    is one layer. What is computed between layers, or outside of any module, is stored as usual: code that no module
+    holds cannot be recomputed. The backward pass may be inside the block or after it. It counts for this thread only.
 
     Not with a model in FSDP or `fully_shard`: checkpoint its layers before it is wrapped.
 
     Args:
-        save_ops: Operators whose results are kept all the same; see `checkpoint_layers`.
+        save_ops: Operators whose results are stored all the same; see `checkpoint_layers`.
 
     Raises:
         ConfigError: Torch has no such operator, or a model is sharded.

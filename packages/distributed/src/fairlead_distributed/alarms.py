@@ -1,4 +1,4 @@
-"""What one rank tells all others when it fails, and the keys of the store that carry it."""
+"""The alarms that a failing rank sends to all others through the store."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fairlead_runs.mailbox import StoreMailbox
 _LONGEST: Final = 8_000  # characters of an error; its ends matter
 _DID: Final = {"failed": "failed", "left": "has left the training"}
 NO_REPORT: Final = "exited without an error report: killed (out of memory?), or its node died"
-_SAY_S: Final = 10.0  # seconds after which a person is told who is waited for
-_STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was asked for
+_SAY_S: Final = 10.0  # seconds after which a slow wait is reported
+_STOPS: Final = (None, 0, 75, 130, 143)  # exit codes of an end, or of a stop that was requested
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """What one rank tells all: `what` in one line, `text` as a whole (a traceback), `time` in seconds since the epoch.
+    """What one rank reports to all: `what` is one line, `text` the traceback, `time` seconds since the epoch.
 
-    `kind` is `failed`; `gone`: this rank failed of another's absence, of which nobody said why; `hang`: nothing moves;
+    `kind` is `failed`; `gone`: this rank lost a peer that exited without a report; `hang`: nothing moves;
     `left`: an exception that may yet be caught has led out of the block; `lost`: the store is gone; `over`: the rank
     that may host the store has left as it should.
     """
@@ -56,7 +56,7 @@ class Alarm:
 
     @property
     def of_waiting(self) -> bool:
-        """Whether ranks waited for each other in vain: then their collectives say more than an error does."""
+        """Whether ranks timed out waiting for each other: then their collectives say more than an error does."""
         return self.kind == "hang" or "timed out" in self.text.lower() or "timeout" in self.text.lower()
 
     def __str__(self) -> str:
@@ -65,15 +65,15 @@ class Alarm:
         return f"rank {self.rank} on {self.host} {_DID.get(self.kind, 'does not move')}: {self.what}"
 
 
-def asked_to_stop(error: BaseException | None) -> bool:
-    """Whether a block ended as it should: by itself, by Ctrl-C, or with the exit code of an end or a stop."""
+def is_requested_stop(error: BaseException | None) -> bool:
+    """Whether a block ended normally, by Ctrl-C, or with the exit code of a stop."""
     if isinstance(error, SystemExit):
         return error.code in _STOPS
     return error is None or isinstance(error, (KeyboardInterrupt, GeneratorExit))
 
 
 class Alarms:
-    """The alarms of one block, over a mailbox: numbered, each told once, each acknowledged by all."""
+    """The alarms of one block, over a mailbox: numbered, each raised once, each acknowledged by all."""
 
     def __init__(self, mailbox: StoreMailbox) -> None:
         self.mailbox = mailbox
@@ -84,7 +84,7 @@ class Alarms:
         return Alarm(**json.loads(self.mailbox.read([key])[0])) if self.mailbox.has(key) else None
 
     def acknowledge(self, number: int) -> None:
-        """Says that this rank has heard it and done what it wanted to."""
+        """Notes that this rank has handled it."""
         self.mailbox.arrive(f"seen/{number}")
 
     def leave(self) -> None:
@@ -94,8 +94,8 @@ class Alarms:
     def put(self, alarm: Alarm, number: int, patience_s: float = 0.0) -> tuple[Alarm, int]:
         """Puts an alarm under a number, for which the caller then rings; returns the one that counts, and its number.
 
-        A rank that came first, or comes within `patience_s`, speaks for all; but a failure is told after a hang, and
-        after a rank has left.
+        A rank that came first, or comes within `patience_s`, speaks for all; but a failure is raised also after a
+        hang, and after a rank has left.
         """
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and not self.mailbox.has(f"alarm/{number}"):
@@ -107,7 +107,7 @@ class Alarms:
             number += 1
 
     def unheard(self, number: int, seconds: float) -> set[int]:
-        """The other ranks that have neither heard an alarm nor left after so long; only the teller asks."""
+        """The other ranks that have neither acknowledged an alarm nor left after so long; for the raiser."""
         deadline = time.monotonic() + seconds
         while True:
             own = self.mailbox.has(f"seen/{number}/{self.mailbox.rank}") + self.mailbox.has(f"left/{self.mailbox.rank}")
@@ -130,12 +130,12 @@ def trouble_of(seconds: float, call: Callable[..., object], *args: object) -> st
 
 
 def to_stderr(text: str) -> None:
-    """What a person should read, at once."""
+    """Prints a line for the user, unbuffered."""
     print(text, file=sys.stderr, flush=True)
 
 
 class SlowWait:
-    """Says once that something has been waited for for ten seconds; `text` is asked for what to say then."""
+    """Reports once that a wait has taken ten seconds; `text` gives the line to print, or None."""
 
     def __init__(self, text: Callable[[], str | None]) -> None:
         self._text = text
@@ -151,7 +151,7 @@ class SlowWait:
 
 
 def end_process() -> None:
-    """Ends this process as failed, from any thread, whatever its main thread is in."""
+    """Exits with code 1 from any thread, whatever the main thread is doing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or there is none
             stream.flush()

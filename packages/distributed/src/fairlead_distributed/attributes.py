@@ -30,10 +30,10 @@ from fairlead_distributed.plain_data import (
 )
 
 MOST_BYTES: Final = 1 << 30
-"""What is kept of one attribute; a larger one is named among `Attributes.left`."""
+"""The most that is saved of one attribute; a larger one is named among `Attributes.left`."""
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
 _DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, *_CONTAINERS, *ATOMS, *GENERATORS)
-_KEPT_ELSEWHERE: Final = (type, ModuleType, DataLoader, Sampler)
+_SAVED_ELSEWHERE: Final = (type, ModuleType, DataLoader, Sampler)
 
 Path = tuple[str, ...]
 
@@ -44,20 +44,20 @@ class _Holder:
     without: frozenset[str]
     only: frozenset[str] | None
     marks: dict[Path, Any] = field(default_factory=dict)
-    marked: list[object] = field(default_factory=list)  # the objects: an id may be given again
+    marked: list[object] = field(default_factory=list)  # the objects: an id may be reused
     kinds: dict[Path, tuple[type, Any]] = field(default_factory=dict)  # of objects that take back what is theirs
-    moved: set[Path] = field(default_factory=set)  # what was another value once: it may be the first one again
+    moved: set[Path] = field(default_factory=set)  # what was another value once: it may return to its first value
 
 
 class Attributes:
     """The attributes of objects, watched from a beginning: numbers, texts, containers, tensors, arrays, generators.
 
-    An object with a `state_dict` that an attribute holds is kept by that. An object of a class of the user's, a meter
-    or a buffer, is gone into: its own attributes are kept as well, and no others below. A class says otherwise by
-    naming what is to be kept: `resume_attributes = ("seen",)`, or `()` for nothing.
+    An object with a `state_dict` that an attribute holds is saved by that. Of an object of a class of the user's, a
+    meter or a buffer, the attributes are saved as well, and nothing below. A class changes that by naming what is
+    saved: `resume_attributes = ("seen",)`, or `()` for nothing.
 
     Attributes:
-        left: What has changed and cannot be kept, by its place, with the reason.
+        left: What has changed and cannot be saved, by its name, with the reason.
         replaced: The names of which another object was watched before.
     """
 
@@ -66,13 +66,13 @@ class Attributes:
         self.replaced: set[str] = set()
         self._holders: dict[str, _Holder] = {}
         self._begun = False
-        self._elsewhere: dict[int, object] = {}  # the objects too: an id may be given again
+        self._elsewhere: dict[int, object] = {}  # the objects too: an id may be reused
         self._watched: dict[int, object] = {}
         self._not_looked_into: dict[int, object] = {}
         self._saved: dict[str, Any] = {}
 
     def elsewhere(self, *objects: object) -> None:
-        """Before any is watched: objects that are kept in another way, or not at all, whoever holds them."""
+        """Before any is watched: objects that are saved in another way, or not at all, whoever holds them."""
         self._elsewhere.update((id(one), one) for one in objects)
         self._not_looked_into = self._elsewhere
 
@@ -91,8 +91,8 @@ class Attributes:
     ) -> None:
         """Begins to watch an object, and puts back what `restore` has for it.
 
-        One that is watched under this name already stays so, from its beginning; another one takes its place.
-        `without` are names that are not kept; `only` those that are. `always`: what it holds is saved whether it
+        One that is watched under this name already stays so, from its beginning; another one replaces it.
+        `without` are names that are not saved; `only` those that are. `always`: what it holds is saved whether it
         changes or not, since another start makes it of what it has loaded.
         """
         known = self._holders.get(name)
@@ -121,7 +121,7 @@ class Attributes:
         self._mark_anew()
 
     def _mark_anew(self) -> None:
-        """What is watched by now, the loaders' data sets too, is kept under its own name, whoever else holds it."""
+        """What is watched by now, the loaders' data sets too, is saved under its own name, whoever else holds it."""
         same = {
             name: [path for path, value in self._leaves(holder, beginning=True) if not self._moved(holder, path, value)]
             for name, holder in self._holders.items()
@@ -139,15 +139,15 @@ class Attributes:
             for path, value in self._leaves(holder):
                 if not self._moved(holder, path, value):
                     continue
-                place = ".".join((name, *path))
+                path_name = ".".join((name, *path))
                 try:
-                    changed.append((path, self._kept(holder, path, value)))
+                    changed.append((path, self._serialized(holder, path, value)))
                     if path in holder.kinds and self._kind(value) != holder.kinds[path]:
-                        self.left[place] = "attributes in it have changed, which are not in its state_dict"
+                        self.left[path_name] = "attributes in it have changed, which are not in its state_dict"
                 except TypeError as error:
-                    self.left[place] = str(error)
+                    self.left[path_name] = str(error)
                 except Exception as error:  # of the user's `state_dict`
-                    self.left[place] = f"it gives no state: {type(error).__name__}: {error}"
+                    self.left[path_name] = f"it gives no state: {type(error).__name__}: {error}"
             if changed:
                 found[name] = changed
         return found
@@ -171,8 +171,8 @@ class Attributes:
                 kind, plain = copy.deepcopy(saved)  # what holds it now may change it
                 if kind == "state":
                     now.load_state_dict(from_plain(plain))
-                elif (kept := put_back(now, from_plain(plain))) is not now or kept is None:
-                    setattr(owner, path[-1], kept)
+                elif (value := put_back(now, from_plain(plain))) is not now or value is None:
+                    setattr(owner, path[-1], value)
             except KeyError:
                 self.left[".".join((name, *path))] = "its owner no longer exists"
             except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
@@ -205,9 +205,9 @@ class Attributes:
             if not isinstance(value, ATOMS):
                 # Lightning takes `forward` away in a step, and puts it back so.
                 of_class = inspect.ismethod(value) and value.__self__ is owner
-                stream = is_stateful(value) and isinstance(value, Dataset)  # its place is its loader's
+                stream = is_stateful(value) and isinstance(value, Dataset)  # its position is its loader's
                 known = any(id(value) in ids for ids in (self._elsewhere, self._watched, seen))
-                if of_class or stream or known or isinstance(value, _KEPT_ELSEWHERE):
+                if of_class or stream or known or isinstance(value, _SAVED_ELSEWHERE):
                     continue
                 seen.add(id(value))
             yield key, value
@@ -236,7 +236,7 @@ class Attributes:
             return type(value), fingerprint(value, self._not_looked_into)
         try:
             return type(value), fingerprint(value.state_dict(), self._not_looked_into)
-        except Exception:  # the user's: it may have none before the first step, and is asked again for a checkpoint
+        except Exception:  # the user's: it may have none before the first step, and is read for each checkpoint
             return object()
 
     def _kind(self, value: object) -> tuple[type, Any]:
@@ -246,11 +246,11 @@ class Attributes:
         beside = {path: _attributes(part, hidden=False) for path, part in value.named_modules()}
         return type(value), fingerprint(beside, self._not_looked_into)
 
-    def _kept(self, holder: _Holder, path: Path, value: Any) -> tuple[str, Any]:
+    def _serialized(self, holder: _Holder, path: Path, value: Any) -> tuple[str, Any]:
         """As plain data.
 
         Raises:
-            TypeError: It cannot be kept, with the reason.
+            TypeError: It cannot be saved, with the reason.
         """
         if isinstance(holder.value, type):
             raise TypeError("its class holds it for all of its objects: keep it in an attribute of self")
@@ -261,7 +261,7 @@ class Attributes:
         plain = to_plain(value.state_dict() if stateful else value, "its state" if stateful else "it")
         size = _size(plain)
         if size > MOST_BYTES:
-            raise TypeError(f"it has {size >> 20} MiB, and up to {MOST_BYTES >> 20} are kept")
+            raise TypeError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} are saved")
         return "state" if stateful else "value", plain
 
 

@@ -1,4 +1,4 @@
-"""The batches of a map-style loader, from any place of an epoch on, as an undisturbed run draws them."""
+"""The batches of a map-style loader, from any position of an epoch on, as an undisturbed run draws them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class EpochPosition(NamedTuple):
 class Order(ABC):
     """Stands in a loader where its batch sampler was, and begins every epoch by its number and `seed` alone.
 
-    A loader that is shorter than its epoch (several loaders at once) is gone through again: each turn has an order of
-    its own. `place` tells where the training is; `generator` is the loader's, which seeds its workers; `once` whether a
-    longer epoch goes on without this loader, and not with it again. `copied` fingerprints what a resumed epoch has as
-    it is at the stop, and this one as it was when it began: what workers have copies of, the weights of a sampler;
-    `persistent` workers begin once.
+    A loader that is shorter than its epoch (several loaders at once) is repeated: each turn has another order.
+    `position` gives where the training is; `generator` is the loader's, which seeds its workers; `once` whether a
+    longer epoch continues without this loader instead of repeating it. `copied` fingerprints what this epoch began
+    with and a resumed one would have as it is at the stop: the workers' copies, the weights of a sampler; `persistent`
+    workers begin once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Order(ABC):
         inner: Any,
         *,
         seed: int,
-        place: Callable[[], EpochPosition],
+        position: Callable[[], EpochPosition],
         generator: torch.Generator,
         once: Callable[[], bool] = lambda: False,
         copied: Callable[[], object] = lambda: None,
@@ -53,7 +53,7 @@ class Order(ABC):
         self._copied = copied
         self._persistent = persistent
         self._began_with: object = None
-        self._place = place
+        self._position = position
         self._once = once
         self._resume: Mapping[str, Any] | None = None
         self._resumed_in = -1
@@ -86,42 +86,42 @@ class Order(ABC):
         return bool(getattr(self.inner, "drop_last", False))
 
     def __len__(self) -> int:
-        """The batches of a whole epoch, wherever it goes on: Lightning counts up to it from its own progress."""
+        """The batches of a full epoch, wherever it continues: Lightning counts up to it from its own progress."""
         return len(self.inner)
 
     def __iter__(self) -> Iterator[EpochBatch]:
-        place = self._place()
+        position = self._position()
         if self._began_with is None or not self._persistent:
             self._began_with = self._copied()
         # Seeded before the loader draws its workers' seed from it.
-        self.generator.manual_seed(derive_seed("workers", *self._numbers(place)))
+        self.generator.manual_seed(derive_seed("workers", *self._numbers(position)))
         return self._batches()  # begins with the first batch: a loader with workers asks twice for an iterator
 
     @property
     def changed(self) -> bool:
         """Whether what the epoch began with has changed since."""
-        inside = self._persistent or self._place().batches > 0
+        inside = self._persistent or self._position().batches > 0
         return inside and self._began_with is not None and self._began_with != self._copied()
 
     def _batches(self) -> Iterator[EpochBatch]:
-        place = self._place()
-        numbers = self._numbers(place)
+        position = self._position()
+        numbers = self._numbers(position)
         self._turn = numbers[-1]
         for wanted in (self.inner, self.sampler):
             set_epoch = getattr(wanted, "set_epoch", None)
             if callable(set_epoch):
-                set_epoch(place.epoch)  # Lightning does it too late: the workers draw ahead
-        for batch in self._begin(numbers, place, self._resume_state(place)):
-            yield EpochBatch.of(batch, place.epoch)
+                set_epoch(position.epoch)  # Lightning does it too late: the workers draw ahead
+        for batch in self._begin(numbers, position, self._resume_state(position)):
+            yield EpochBatch.of(batch, position.epoch)
 
-    def _resume_state(self, place: EpochPosition) -> Mapping[str, Any] | None:
-        """The state to resume from.  One that was saved behind an epoch's last batch is no place in the next epoch."""
-        return self._resume if place.epoch == self._resumed_in else None
+    def _resume_state(self, position: EpochPosition) -> Mapping[str, Any] | None:
+        """The state to resume from; one that was saved behind an epoch's last batch is not of the next epoch."""
+        return self._resume if position.epoch == self._resumed_in else None
 
-    def _numbers(self, place: EpochPosition) -> tuple[int, int, int]:
+    def _numbers(self, position: EpochPosition) -> tuple[int, int, int]:
         """What the order is made of: seed, epoch, and how often the loader was gone through in it."""
-        state = self._resume_state(place)
-        return self.seed, place.epoch, self._turns(place.batches)[0] if state is None else int(state["turn"])
+        state = self._resume_state(position)
+        return self.seed, position.epoch, self._turns(position.batches)[0] if state is None else int(state["turn"])
 
     def _turns(self, batches: int) -> tuple[int, int]:
         """Whole turns and batches of the next one; asked for more than it has in one epoch, a loader begins again."""
@@ -133,32 +133,32 @@ class Order(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training is, in terms of this order.  A turn that is over is the next one's beginning."""
-        place = self._place()
-        state = self._resume_state(place)
-        # A validation that was due can be rerun, and saved behind, before the first batch is asked for.
-        return dict(state) if state is not None else self._taken(place)
+        position = self._position()
+        state = self._resume_state(position)
+        # A validation that was due can be rerun, and saved behind, before the first batch is requested.
+        return dict(state) if state is not None else self._taken(position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the iterators go on there, until `begun`."""
-        self._resume, self._resumed_in = dict(state), self._place().epoch
+        """Has the iterators continue there, until `begun`."""
+        self._resume, self._resumed_in = dict(state), self._position().epoch
 
     def begun(self) -> None:
         """The training has gone on: the next iterator begins an epoch."""
         self._resume, self._resumed_in = None, -1
 
     @abstractmethod
-    def _taken(self, place: EpochPosition) -> dict[str, Any]:
+    def _taken(self, position: EpochPosition) -> dict[str, Any]:
         """The state behind the last batch that was trained on."""
 
     @abstractmethod
     def _begin(
-        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
+        self, numbers: tuple[int, int, int], position: EpochPosition, state: Mapping[str, Any] | None
     ) -> Iterator[Any]:
         """The batches of a turn, from `state` where there is one."""
 
 
 class ShardedOrder(Order):
-    """The batches of a `ResumableDistributedSampler`: any number of ranks goes on with exactly what is left."""
+    """The batches of a `ResumableDistributedSampler`: any number of ranks continues with exactly what is left."""
 
     def __init__(self, inner: BatchSampler, **arguments: Any) -> None:
         super().__init__(inner, **arguments)
@@ -168,13 +168,13 @@ class ShardedOrder(Order):
         self._from = EpochPosition(0, 0)
         self._consumed = 0
 
-    def _taken(self, place: EpochPosition) -> dict[str, Any]:
+    def _taken(self, position: EpochPosition) -> dict[str, Any]:
         turn, consumed = 0, 0
-        if place.epoch == self._from.epoch and place.batches >= self._from.batches:  # else between two epochs
+        if position.epoch == self._from.epoch and position.batches >= self._from.batches:  # else between two epochs
             size = self.batch_size
             assert size is not None
             turn = self._turn
-            consumed = self._consumed + (place.batches - self._from.batches) * size * self._sampler.num_replicas
+            consumed = self._consumed + (position.batches - self._from.batches) * size * self._sampler.num_replicas
             if self.batches_left(consumed) == 0 and not self._once():
                 turn, consumed = turn + 1, 0
         return {"turn": turn, "consumed": consumed, "length": self._sampler.length, "seed": self.seed}
@@ -188,10 +188,10 @@ class ShardedOrder(Order):
         return share // size if self.drop_last else -(-share // size)
 
     def _begin(
-        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
+        self, numbers: tuple[int, int, int], position: EpochPosition, state: Mapping[str, Any] | None
     ) -> Iterator[Any]:
         seed, epoch, turn = numbers
-        self._from, self._consumed = place, int(state["consumed"]) if state is not None else 0
+        self._from, self._consumed = position, int(state["consumed"]) if state is not None else 0
         self._sampler.seed = seed if turn == 0 else derive_seed("turn", seed, turn)
         self._sampler.set_epoch(epoch + 1)  # away from a position that an earlier iterator has left
         self._sampler.set_epoch(epoch)
@@ -202,7 +202,7 @@ class ShardedOrder(Order):
 
 
 class ReplayedOrder(Order):
-    """The batches of any other sampler or batch sampler: drawn again from a seed of the epoch, the first ones skipped.
+    """The batches of any other sampler or batch sampler: redrawn from a seed of the epoch, the first ones skipped.
 
     What it draws comes from generators of this order; a `torch.Generator` of its own is seeded for each epoch. One with
     `state_dict` and `load_state_dict` (`stateful`) begins the epoch with the state that it had when the epoch began.
@@ -219,21 +219,21 @@ class ReplayedOrder(Order):
         return self._stateful is not None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the iterators go on there, until `begun`."""
+        """Has the iterators continue there, until `begun`."""
         super().load_state_dict(state)
         if self.is_stateful:
             self._stateful.load_state_dict(state["began"])
 
-    def _taken(self, place: EpochPosition) -> dict[str, Any]:
-        turn, skip = self._turns(place.batches)
-        inside = self._began[:2] == (place.epoch, turn)  # not between two epochs
+    def _taken(self, position: EpochPosition) -> dict[str, Any]:
+        turn, skip = self._turns(position.batches)
+        inside = self._began[:2] == (position.epoch, turn)  # not between two epochs
         return {"turn": turn, "skip": skip, "began": self._began[2] if inside else self._state()}
 
     def _state(self) -> Any:
         return copy.deepcopy(self._stateful.state_dict()) if self.is_stateful else None
 
     def _begin(
-        self, numbers: tuple[int, int, int], place: EpochPosition, state: Mapping[str, Any] | None
+        self, numbers: tuple[int, int, int], position: EpochPosition, state: Mapping[str, Any] | None
     ) -> Iterator[Any]:
         if not self.is_stateful:
             for wanted in (self.inner, self.sampler):
@@ -242,7 +242,7 @@ class ReplayedOrder(Order):
                     generator.manual_seed(derive_seed("sampler", *numbers))
         elif state is not None:
             self._stateful.load_state_dict(state["began"])  # once more where an iterator was made before this one
-        self._began = place.epoch, numbers[-1], self._state()
+        self._began = position.epoch, numbers[-1], self._state()
         skip = int(state["skip"]) if state is not None else 0
         return self._drawn(derive_seed("order", *numbers), skip)
 

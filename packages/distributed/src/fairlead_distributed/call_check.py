@@ -71,7 +71,7 @@ def check_call(
         CollectiveMismatchError: The ranks call different functions.
         TensorMismatchError: They call it with tensors or settings that differ.
         CollectiveError: Some did not come in time. The group can be used further: for them it is an error, too.
-        ConfigError: `check` was asked for, and this kind of store cannot carry it.
+        ConfigError: `check` was requested, and this kind of store cannot carry it.
     """
     group = group if group is not None else dist.group.WORLD
     assert group is not None
@@ -89,7 +89,7 @@ def check_call(
     box, call = calls.mailbox.under(name), Call(number, kind, what, _site())
     if (verdict := _meet(box, ranks, call, (timeout or calls.timeout).total_seconds())) != _SAME:
         raise _error(box, ranks, call, late=verdict == _LATE)
-    if box.rank == ranks[0]:  # all have come here: nobody asks for the call before any more
+    if box.rank == ranks[0]:  # all have come here: no rank looks at the call before any more
         box.forget(*(f"{number - 1}/{key}" for key in ("first", "count", "verdict")))
     return True
 
@@ -131,7 +131,7 @@ def _meet(box: StoreMailbox, ranks: Sequence[int], call: Call, seconds: float) -
         return box.put_first(verdict, _SAME)
 
     def slow_line() -> str | None:
-        last = _said(box, "last", ranks)
+        last = _calls_of(box, "last", ranks)
         here = [rank for rank in ranks if last[rank].number == call.number]
         if box.rank != here[0] or len(here) == len(ranks):  # one of those that wait speaks
             return None
@@ -148,7 +148,7 @@ def _meet(box: StoreMailbox, ranks: Sequence[int], call: Call, seconds: float) -
     return box.read([verdict])[0]
 
 
-def _said(box: StoreMailbox, name: str, ranks: Sequence[int]) -> dict[int, Call]:
+def _calls_of(box: StoreMailbox, name: str, ranks: Sequence[int]) -> dict[int, Call]:
     """The call that each rank has put under a name."""
     there = [rank for rank in ranks if box.has(f"{name}/{rank}")]
     texts = box.read([f"{name}/{rank}" for rank in there]) if there else []
@@ -169,7 +169,7 @@ def _error(box: StoreMailbox, ranks: Sequence[int], call: Call, *, late: bool) -
     """What went wrong in a call, with that of each rank; where they differ, those on their way have some seconds."""
     name, deadline = "last" if late else f"{call.number}/apart", time.monotonic() + _REPORT_S
     box.put(f"{name}/{box.rank}", json.dumps(call))
-    while (_NONE_YET in (calls := _said(box, name, ranks)).values()) and not late and time.monotonic() < deadline:
+    while (_NONE_YET in (calls := _calls_of(box, name, ranks)).values()) and not late and time.monotonic() < deadline:
         time.sleep(0.1)
     where, why = f"rank {box.rank}, {call.site}", _rows(calls)
     missing = tuple(rank for rank in ranks if calls[rank].number < call.number)

@@ -57,7 +57,7 @@ class ControlPlane:
         return plane
 
     def open(self, name: str) -> StoreMailbox:
-        """A mailbox for one thread at a time, with a connection of its own.
+        """A mailbox for one thread at a time, over its own connection.
 
         Its messages are mixed up with no other's, also of the same name: all ranks open those in the same order.
         """
@@ -72,7 +72,7 @@ class ControlPlane:
     ) -> None:
         """Has the thread call `hear` over its own connection, at once and whenever somebody rings.
 
-        `hear` returns after how many seconds it wants to look again though nobody rang, or None when it has heard all.
+        `hear` returns after how many seconds it wants to look without being rung, or None when it has heard all.
         `lost` is called instead, once, when the store has gone, or `hear` has raised.
         """
         with self._lock:

@@ -59,7 +59,7 @@ def first_divergence(
     Args:
         module_or_named_tensors: A module (its parameters), or `(name, tensor)` pairs, such as those of
             `replicated_tensors`, or gradients: `((n, p.grad) for n, p in model.named_parameters())`. None counts as a
-            value of its own.
+            different value.
         group: The ranks; None: all.
 
     Example:
@@ -193,7 +193,7 @@ def _sum(data: Tensor) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers, so that equal words at other places make other sums."""
+    """Odd numbers, so that equal words at other positions make other sums."""
     return torch.arange(1, count + 1, device=device) * -7046029254386353131 | 1
 
 

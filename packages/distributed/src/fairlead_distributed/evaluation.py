@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._sampling import as_dataset, permutation, place, reducible, size_of
+from fairlead_distributed._sampling import as_dataset, permutation, reducible, shard_and_rank, size_of
 from fairlead_distributed.collectives import all_reduce
 
 _NAME = "EvaluationSampler"
@@ -32,7 +32,7 @@ class EvaluationSampler(DistributedSampler[int]):
     """Each rank's part of a dataset, in its order, of the same length on all ranks.
 
     Ranks with unequal numbers of batches wait for each other for ever where a forward pass communicates (FSDP, DDP
-    with buffers). So the ranks that would have one sample less take one more, from the start of the dataset again, as
+    with buffers). So the ranks that would have one sample less take one more, from the start of the dataset, as
     their last. `weights` tells which, and a mean with these weights counts every sample once. The loader must be
     without `drop_last`, which would leave samples out.
 
@@ -58,7 +58,7 @@ class EvaluationSampler(DistributedSampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        num_replicas, rank = place(num_replicas, rank, _NAME)
+        num_replicas, rank = shard_and_rank(num_replicas, rank, _NAME)
         self.length = size_of(dataset_or_length, _NAME)
         super().__init__(as_dataset(dataset_or_length), num_replicas, rank, shuffle=False)
 
@@ -108,7 +108,7 @@ def weighted_mean(
 class SampleWeightedMean:
     """The mean of a metric over all samples of all ranks; padding has the weight 0 and is not looked at.
 
-    Sums are kept in float64 where the values are, and travel once, in `compute`. Sums of whole numbers (accuracy) are
+    Sums are kept in float64 where the values are, and travel once, in `compute`. Sums of integers (accuracy) are
     exact; others equal a single process's up to the order of the additions, about 1e-15.
 
     Example:
@@ -179,8 +179,8 @@ class EvaluationShard(DistributedSampler[int]):
         return self._samples + self.is_padding_batch(self.batches - 1)
 
     def __iter__(self) -> Iterator[int]:
-        places = itertools.islice(self._padded, len(self))
-        return places if self._order is None else (int(self._order[place]) for place in places)
+        positions = itertools.islice(self._padded, len(self))
+        return positions if self._order is None else (int(self._order[at]) for at in positions)
 
     def batch_length(self, number: int) -> int:
         """The samples in one batch, from 0 to `batches - 1`, padding included."""
@@ -208,7 +208,7 @@ class _Batches(BatchSampler):
         return self._shard.batches
 
 
-def why_kept(loader: object) -> str | None:
+def why_unchanged(loader: object) -> str | None:
     """Why `evaluation_loader` leaves this loader as it is; None: it does not."""
     kind: Any = type(loader)
     if not isinstance(loader, DataLoader):
@@ -216,20 +216,20 @@ def why_kept(loader: object) -> str | None:
     if isinstance(loader.dataset, IterableDataset):
         return f"its dataset {type(loader.dataset).__name__} is a stream, which shards itself"
     if kind.__iter__ is not DataLoader.__iter__ or kind.__len__ is not DataLoader.__len__:
-        return f"{kind.__name__} draws its batches in a way of its own"
+        return f"{kind.__name__} overrides how batches are drawn"
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        return f"it has a batch sampler of its own, {type(loader.batch_sampler).__name__}"
+        return f"it has a custom batch sampler, {type(loader.batch_sampler).__name__}"
     sampler = _sampler(loader)
-    return None if _taken(sampler) is not None else f"it has a sampler of its own, {type(sampler).__name__}"
+    return None if _taken(sampler) is not None else f"it has a custom sampler, {type(sampler).__name__}"
 
 
 def evaluation_loader(loader: DataLoader[Any], num_replicas: int, rank: int) -> DataLoader[Any] | None:
-    """A copy of a loader for one rank's part of the samples (`EvaluationShard`); None where it is to be kept.
+    """A copy of a loader for one rank's part of the samples (`EvaluationShard`); None where it stays as it is.
 
     A loader that shuffles takes the same random order in every evaluation, so that `limit_val_batches` always means the
     same samples. `drop_last` leaves out what does not fill a batch on each of the ranks.
     """
-    if why_kept(loader) is not None:
+    if why_unchanged(loader) is not None:
         return None
     taken = _taken(_sampler(loader))
     assert taken is not None
@@ -264,7 +264,7 @@ def _taken(sampler: Any) -> tuple[int, Sequence[int] | None] | None:
     if type(sampler) is SequentialSampler:
         return len(sampler), None
     if type(sampler) is SubsetRandomSampler:
-        return len(sampler), [sampler.indices[place] for place in permutation(len(sampler), seed=0)]
+        return len(sampler), [sampler.indices[at] for at in permutation(len(sampler), seed=0)]
     if type(sampler) is not RandomSampler or sampler.replacement:
         return None
     length = len(sampler.data_source)

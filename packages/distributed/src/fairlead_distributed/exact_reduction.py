@@ -1,7 +1,7 @@
 """Average DDP's gradients in an order that does not depend on what the run has done before.
 
-An all-reduce over more than two ranks takes its order from an element's place in the bucket, and DDP builds other
-buckets after the first step, so that a resumed run, which has such a first step again, ends with other last bits.
+An all-reduce over more than two ranks takes its order from an element's position in the bucket, and DDP builds other
+buckets after the first step, so that a resumed run, which repeats such a first step, ends with other last bits.
 """
 
 # No `from __future__ import annotations`: torch compares the annotations of a hook with its classes, not with text.
@@ -34,7 +34,7 @@ def register_exact_reduction(ddp_model: DistributedDataParallel, *, auto: bool =
 
     Returns:
         Whether a hook was registered: not with one or two ranks, which need none, nor where the model has one already
-        or torch.compile takes the place of DDP's buckets (`optimize_ddp = "python_reducer"`).
+        or torch.compile replaces DDP's buckets (`optimize_ddp = "python_reducer"`).
 
     Raises:
         ConfigError: The model is not wrapped in DistributedDataParallel.
@@ -86,7 +86,7 @@ class _InFlight:
 
 @dataclass
 class _Reduction:
-    """What one model's hook keeps from bucket to bucket, of which `lag` may be on their way while backward goes on."""
+    """The state of one model's hook; `lag` buckets may be in flight while backward continues."""
 
     group: dist.ProcessGroup
     lag: int

@@ -1,4 +1,4 @@
-"""The state of a model in torch's first FSDP: whole on the ranks that ask, or each rank's part as DTensors."""
+"""The state of a model in torch's first FSDP: complete on the requesting ranks, or each rank's part as DTensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Key = tuple[str | int, ...]
 
 @contextmanager
 def full_state(model: Module, *, rank0_only: bool) -> Iterator[None]:
-    """Inside, states of the model and its optimizers are whole and in host memory; on all ranks together."""
+    """Inside, states of the model and its optimizers are complete and in host memory; on all ranks together."""
     # Moving to the CPU what is there already keeps a view of memory that FSDP frees: a segmentation fault (torch 2.13).
     offload = _computes_on_gpu(model)
     weights = FullStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
@@ -83,7 +83,7 @@ def _named(model: Module) -> bool:
 
 
 def named_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's state by the names of the unsplit model, whole or in parts, as the surrounding block says."""
+    """An optimizer's state by the names of the unsplit model, complete or in parts, as the surrounding block says."""
     return _renamed(FullyShardedDataParallel.optim_state_dict(model, optimizer), plain_state)
 
 
@@ -96,7 +96,7 @@ def _renamed(state: dict[str, Any], rename: Callable[[dict[str, Any]], dict[str,
 
 
 def numbered_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """A whole optimizer state as any optimizer has it, with numbers for its parameters; empty on ranks without it."""
+    """A full optimizer state as any optimizer has it, with numbers for its parameters; empty on ranks without it."""
     state = named_optimizer_state(model, optimizer)
     if not state or not state["state"] or not _named(model):
         return state  # torch numbers no empty state, and one flat parameter has the names of many
@@ -108,7 +108,7 @@ def numbered_optimizer_state(model: Module, optimizer: Optimizer) -> dict[str, A
 
 
 def load_optimizer_state(model: Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state, whole or in parts, as the surrounding block says; on all ranks together."""
+    """Loads an optimizer's state, complete or in parts, as the surrounding block says; on all ranks together."""
     named = state
     if any(isinstance(name, int) for group in state["param_groups"] for name in group["params"]):
         named = FullyShardedDataParallel.rekey_optim_state_dict(
@@ -144,7 +144,7 @@ def mixed_units(model: Module) -> dict[str, list[str]]:
 
 
 def full_parameters(model: Module) -> dict[str, Tensor]:
-    """All parameters by the names of the unsplit model, whole and in host memory, on every rank."""
+    """All parameters by the names of the unsplit model, complete and in host memory, on every rank."""
     names = [plain_name(name) for name, _ in model.named_parameters()]
     with full_state(model, rank0_only=False):
         state = plain_state(model.state_dict())
@@ -216,14 +216,14 @@ def _full_name(unit: str, own: str) -> str:
 
 @torch.no_grad()
 def _gathered(model: Module, part: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
-    """Whole tensors of the parameters' shapes, of what each rank has for its own parts; None: nothing."""
+    """Full tensors of the parameters' shapes, of what each rank has for its own parts; None: nothing."""
     found: dict[str, Tensor] = {}
     for name, handle in _handles(model):
         flat = handle.flat_param
         for index, own in enumerate(flat._fqns):
             shard, numel = flat._shard_param_infos[index], flat._numels[index]
             held = part(flat._params[index] if flat._params is not None else flat)
-            # The last place says whether any rank has one.
+            # The last element says whether any rank has one.
             full = torch.zeros(numel + 1, dtype=flat.dtype, device=handle.device)
             first, last = shard.intra_param_start_idx, shard.intra_param_end_idx
             start = 0 if flat._params is not None else shard.offset_in_shard or 0
@@ -246,7 +246,7 @@ def destinations(
     """Which tensor to read into, for a key in Lightning's checkpoint; see `ShardedLoads`.
 
     `weights` are this rank's parts. The state of a parameter is laid out as the parameter is; what has another shape
-    is held whole by each rank.
+    is held in full by each rank.
     """
     names = {f"optimizer_{index}" for index in range(len(optimizers))}
 

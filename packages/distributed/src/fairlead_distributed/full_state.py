@@ -1,4 +1,4 @@
-"""Whole parameters and gradients of a module, however it is split: to compare a layout with one process.
+"""Full parameters and gradients of a module, however it is split: to compare a layout with one process.
 
 For plain modules, DistributedDataParallel, and DTensors (`fully_shard`, tensor parallelism, experts that are on some
 ranks only). What keeps them otherwise
@@ -24,7 +24,7 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Each parameter by its name in the unsplit model, whole, as a copy on the CPU. A collective where any is sharded.
+    """Each parameter by its name in the unsplit model, a full copy on the CPU. A collective where any is sharded.
 
     Raises:
         ConfigError: The module is of FSDP1, whose flat parameters only its strategy can take apart.
@@ -69,7 +69,7 @@ def full_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def placements(module: nn.Module) -> dict[str, str]:
-    """How each parameter is split: `Shard(dim=0) over shard`; a parameter that every rank holds whole is left out."""
+    """How each parameter is split: `Shard(dim=0) over shard`; a parameter that every rank holds in full is left out."""
     found = {}
     for name, parameter in _named(module):
         if is_dtensor(parameter):

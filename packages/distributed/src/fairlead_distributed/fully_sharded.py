@@ -29,13 +29,13 @@ class AdvancedFSDPManager:
 
     Args:
         sharding_strategy: What is split over the ranks: `FULL_SHARD` parameters, gradients and optimizer state;
-            `SHARD_GRAD_OP` keeps the parameters whole between forward and backward; `NO_SHARD` nothing, as DDP;
+            `SHARD_GRAD_OP` keeps the parameters gathered between forward and backward; `NO_SHARD` nothing, as DDP;
             `HYBRID_SHARD` splits within a node and copies across nodes.
         mixed_precision: True: compute, reduce and buffer in bfloat16. None or False: in the parameters' own format. Or
             torch's `MixedPrecision`.
         cpu_offload: Keep the shards in CPU memory while they are not computed with.
         activation_checkpointing: True: the layers of the model (the items of its `ModuleList`s and `Sequential`s)
-            compute their activations again in the backward pass. Or the classes of the layers that do.
+            recompute their activations in the backward pass. Or the classes of the layers that do.
 
     Raises:
         ConfigError: There is no such sharding strategy.
@@ -66,7 +66,7 @@ class AdvancedFSDPManager:
         self.activation_checkpointing = activation_checkpointing
 
     def wrap_model(self, model: nn.Module, *, device: torch.device | str | None = None) -> nn.Module:
-        """The model, sharded over all ranks, each layer a unit of its own; every rank starts from rank 0's values.
+        """The model, sharded over all ranks, each layer one unit; every rank starts from rank 0's values.
 
         An optimizer may be made before or after. In one process without a group the model is returned unsplit, so that
         a script is the same there.
@@ -79,13 +79,13 @@ class AdvancedFSDPManager:
             ConfigError: A class in `activation_checkpointing` is none of the model's.
             NotInitializedError: The launcher started several processes, and this one has not joined them yet.
         """
-        again = self.activation_checkpointing
+        checkpointing = self.activation_checkpointing
         layers = find_layers(model).values()
-        if again is True:
+        if checkpointing is True:
             for layer in layers:
                 checkpoint_layer(layer)
-        elif again:
-            checkpoint_layers(model, again)
+        elif checkpointing:
+            checkpoint_layers(model, checkpointing)
         if not require_initialized("AdvancedFSDPManager.wrap_model"):
             return model
         from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,4 @@
-"""Gradients over ranks: accumulate without communication, and clip by the norm of the whole model."""
+"""Gradients over ranks: accumulate without communication, and clip by the norm of the full model."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _of_other_ranks(shards: list[_Shards], p: float, device: torch.device, group
     """What other ranks of the group hold and this one does not, as one more part; a collective of all of them."""
     size = dist.get_world_size(group)
     partial = [shard for shard in shards if shard.mesh is not None and shard.mesh.size() < size]
-    # Each mesh of some ranks is told of by its first rank alone, and passed over by those that counted it already.
+    # Each mesh of some ranks is reported by its first rank alone, and skipped by those that counted it already.
     first = [first_rank(shard.mesh) for shard in partial if shard.mesh is not None]
     own = {one if group is None else dist.get_group_rank(group, one) for one in first}
     wide = torch.float32 if device.type == "mps" else torch.float64

@@ -76,7 +76,7 @@ def require_initialized(operation: str, environ: Mapping[str, str] | None = None
 
 
 def startup_lines(environ: Mapping[str, str] | None = None) -> list[str]:
-    """What a run says at its start: the group and the master on rank 0, one line of its own on every rank.
+    """What a run says at its start: the group and the master on rank 0, one line on every rank.
 
     Example:
         >>> startup_lines({})

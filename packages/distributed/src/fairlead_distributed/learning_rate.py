@@ -36,7 +36,7 @@ _DECIDES: Final = ("get_lr", "_get_closed_form_lr", "step", "_reduce_lr", "_upda
 
 
 def apply_lr_factor(factor: float, optimizers: Iterable[Optimizer], schedulers: Iterable[Any] = ()) -> float:
-    """Multiplies the learning rates of optimizers, and all that their schedules hold, by a factor: the whole curve.
+    """Multiplies the learning rates of optimizers, and all that their schedules hold, by a factor: the full curve.
 
     Each group and schedule notes the factor in its state, so that this can be called at every start, behind the loading
     of a checkpoint: what is multiplied already stays, and with another factor it is multiplied by the ratio of both.
@@ -113,7 +113,7 @@ def _require_known(scheduler: Any, factor: float) -> None:
 
 
 def _require_all(groups: Iterable[Mapping[str, Any]], known: Iterable[Any]) -> None:
-    """A schedule leaves `initial_lr` in the groups; one that is not given here would set the old rates again."""
+    """A schedule leaves `initial_lr` in the groups; one that is not given here would restore the old rates."""
     moved = {id(group) for one in known for group in one.optimizer.param_groups}
     if any("initial_lr" in group and id(group) not in moved for group in groups):
         raise ConfigError(

@@ -33,7 +33,7 @@ def protect_workers(loader: object, outlive: Any) -> None:
 
 
 def _start_workers(of: ref[DataLoader[Any]], outlive: Any) -> Any:
-    """In place of a loader's `_get_iterator`: there is no public place around the start of its workers."""
+    """Replaces a loader's `_get_iterator`: torch has no public hook around the start of its workers."""
     loader = of()
     assert loader is not None
     with outlive.held():
@@ -62,7 +62,7 @@ class EpochBatch(list[Any]):
 
 
 class SeededInWorkers(Dataset[Any]):
-    """Stands before a dataset; each sample is drawn by global generators of its own seed.
+    """Wraps a dataset and seeds the global generators for each sample.
 
     In the workers of a loader, and in the main process where batches are taken ahead of the training. It also sees
     whether the workers' copies of the dataset or of `further`, the loader's `collate_fn`, keep something.
@@ -75,7 +75,7 @@ class SeededInWorkers(Dataset[Any]):
 
     @property
     def fairlead_changed(self) -> bool:
-        """Whether the dataset or the `collate_fn` of a worker has changed an attribute of its own, which is lost."""
+        """Whether the dataset or the `collate_fn` of a worker has changed an attribute, which is lost."""
         return bool(self._fairlead_watched[0].item())
 
     def _look(self) -> None:

@@ -17,7 +17,7 @@ from fairlead_launch.settings import LaunchConfig
 
 
 class MultiNodeTrainingManager:
-    """Checks that this process is a rank of the job that was asked for, and has it join the others.
+    """Checks that this process is a rank of the job that was requested, and has it join the others.
 
     Example:
         >>> manager = MultiNodeTrainingManager()
@@ -66,7 +66,7 @@ class MultiNodeTrainingManager:
         return get_distributed_info()
 
     def _nodes(self, num_nodes: int, gpus_per_node: int) -> dict[str, tuple[int, int]]:
-        """What the launcher says of the nodes, beside what was asked for."""
+        """What the launcher says of the nodes, beside what was requested."""
         topology = choose_environment("auto", self._environ, default_plugins(), starting=True).topology
         if topology is None or not topology.launched:
             return {}

@@ -49,7 +49,7 @@ class MemoryPool:
 
 @contextmanager
 def memory_pool_scope(device: torch.device | str | None = None) -> Iterator[MemoryPool]:
-    """Counts what is allocated for tensors inside the block; on CUDA it comes from a memory pool of its own.
+    """Counts what is allocated for tensors inside the block; on CUDA it comes from its own memory pool.
 
     A pool's memory is the block's alone, so that what it leaves is not mixed with others', and goes back to the device
     when the block is over and its last tensor gone. On a CPU there is no pool: the results of torch's operators are

@@ -90,7 +90,7 @@ def _pruned(module: Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 
 
 def _buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a `state_dict` holds, but those of metrics, which have their own place."""
+    """The buffers that a `state_dict` holds, but those of metrics, which are saved elsewhere."""
     for prefix, one in module.named_modules():
         if _is_metric(one):
             continue

@@ -102,7 +102,7 @@ class _Fingerprint(pickle.Pickler):
         return id(value), cells
 
     def reducer_override(self, value: Any) -> Any:
-        """How an object says that it is pickled; in place of one that cannot be, which one it is."""
+        """How an object says that it is pickled; instead of one that cannot be, which one it is."""
         try:
             reduced = value.__reduce_ex__(5)
         except Exception as error:  # a lock, an open file, whatever the user's objects raise

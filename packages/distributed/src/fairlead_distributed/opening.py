@@ -3,8 +3,8 @@
 Ranks that know no port find rank 0 by a listener on one of several ports, with a name on it.
 
 Torch's own client waits for ever on a service that accepts and stays silent (torch 2.13). So rank 0 listens on the
-first free port of a list that all ranks derive alike, until all have come, and tells everyone who connects which
-start it belongs to and where its store is. Nobody says anything before that.
+first free port of a list that all ranks derive alike, until all have come, and answers each connection with which
+start it belongs to and where its store is. A client sends nothing before that.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StartListener:
                 time.sleep(0.05)  # out of file descriptors, or the visitor was gone already
                 continue
             with visitor:
-                visitor.setblocking(False)  # it fits into the kernel's buffer; nobody can hold the listener
+                visitor.setblocking(False)  # it fits into the kernel's buffer; no visitor can block the listener
                 try:
                     visitor.send(self._answer)
                 except OSError:
@@ -101,7 +101,7 @@ class Answer(NamedTuple):
     store: tuple[str, int] | None
     what: str
     unresolved: bool = False
-    nobody: bool = False
+    refused: bool = False
 
 
 def look(host: str, port: int, identity: str, patience: float) -> Answer:
@@ -111,7 +111,7 @@ def look(host: str, port: int, identity: str, patience: float) -> Answer:
             address = str(connection.getpeername()[0])
             return _understood(_read(connection), address, identity)
     except OSError as error:
-        return Answer(None, why_unreached(error, host), unresolved=isinstance(error, socket.gaierror), nobody=True)
+        return Answer(None, why_unreached(error, host), unresolved=isinstance(error, socket.gaierror), refused=True)
 
 
 def why_unreached(error: OSError, host: str) -> str:
@@ -147,7 +147,7 @@ def _understood(text: bytes | None, address: str, identity: str) -> Answer:
 def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, timeout: float) -> tuple[str, int]:
     """The address in numbers and the port of the store whose listener is on one of some ports; looks until it is there.
 
-    So torch connects to the same machine, and asks no name server again. Raises an AddressNotFoundError, or after
+    So torch connects to the same machine, and needs no name server. Raises an AddressNotFoundError, or after
     `timeout` seconds an AddressUnreachableError.
     """
     ports, deadline, turn = tuple(ports), time.monotonic() + timeout, 0
@@ -165,9 +165,9 @@ def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, tim
             seen[port] = found = look(host, port, identity, patience)
             if found.store is not None:
                 return found.store
-            # Rank 0 takes the first free port, so where nobody listens it has not come yet, or who held the port then
-            # has gone since: look behind it now and then only. 16,000 ranks ask.
-            if found.unresolved or (found.nobody and turn % _ALL_EVERY < _ALL_EVERY - 1):
+            # Rank 0 takes the first free port, so where no process listens it has not come yet, or the port was in use
+            # then and is free now: look behind it now and then only. 16,000 ranks ask.
+            if found.unresolved or (found.refused and turn % _ALL_EVERY < _ALL_EVERY - 1):
                 break
             if time.monotonic() >= deadline:
                 break
@@ -175,12 +175,12 @@ def find_store(host: str, ports: Iterable[int], identity: str, *, rank: int, tim
         pause = min(2.0, 0.05 * 1.5**turn) * _JITTER.uniform(0.5, 1.0)
         turn += 1
         if time.monotonic() + pause >= deadline:
-            raise _nobody(host, seen, identity, rank, timeout)
+            raise _not_found(host, seen, identity, rank, timeout)
         slow.look()
         time.sleep(pause)
 
 
-def _nobody(
+def _not_found(
     host: str, seen: dict[int, Answer], identity: str, rank: int, timeout: float
 ) -> AddressNotFoundError | AddressUnreachableError:
     where = f"main address {host}, ports {', '.join(map(str, seen))}"
@@ -215,7 +215,7 @@ def _refuse_twin(identity: str, taken: Iterable[int]) -> None:
                 f"another rank 0 of {identity} waits for its ranks on this machine",
                 where=f"port {port} of {socket.gethostname()}",
                 why="two launches have the same job, step and restart count, or two processes say that they are rank 0",
-                fix="give each launch a port of its own: export MASTER_PORT for all its ranks",
+                fix="give each launch another port: export MASTER_PORT for all its ranks",
             )
 
 
@@ -230,7 +230,7 @@ class Endpoint(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A store that all ranks share, and its address for messages; once closed, nobody else finds it any more."""
+    """A store that all ranks share, and its address for messages; once closed, no further rank finds it."""
 
     store: dist.Store
     where: str
@@ -380,7 +380,7 @@ def _client(endpoint: Endpoint, rank: int, name: str, deadline: float) -> dist.S
 
 
 def _await_listener(endpoint: Endpoint, rank: int, name: str, deadline: float) -> str:
-    """The address that answers, in numbers: torch connects to the same machine, and asks no name server again."""
+    """The address that answers, in numbers: torch connects to the same machine, and needs no name server."""
     # A plain connect tells "name unknown", "refused" and "no answer" apart; the store's own client says one thing.
     started, pause = time.monotonic(), 0.02
     slow = SlowWait(lambda: _waiting_line(rank, name, endpoint, deadline))

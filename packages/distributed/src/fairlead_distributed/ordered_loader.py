@@ -91,7 +91,7 @@ def replayed_order(loader: DataLoader[Any], **arguments: Any) -> ReplayedOrder:
 
 
 def over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
-    """The same loader over an order; batches that are made ahead draw each sample from a seed of its own."""
+    """The same loader over an order; batches that are made ahead seed the generators for each sample."""
     made = copy.copy(loader)
     made._iterator = None
     replaced: dict[str, Any] = {"batch_sampler": order, "sampler": order.sampler}
@@ -100,7 +100,7 @@ def over(loader: DataLoader[Any], order: Order, seed: int) -> DataLoader[Any]:
     for name, value in replaced.items():
         object.__setattr__(made, name, value)  # DataLoader forbids it, for iterators that are under way
     made.generator = order.generator  # its own, so that an iterator draws nothing from the model's
-    # Lightning warns of a loader that does not know its place; this one's is in each rank's part of a checkpoint.
+    # Lightning warns of a loader that cannot save its position; this one's is in each rank's part of a checkpoint.
     vars(made).update(state_dict=_elsewhere, load_state_dict=_elsewhere)
     return made
 
@@ -127,7 +127,7 @@ def order_of(loader: object) -> Order | None:
 
 
 def is_ordered(loader: object) -> bool:
-    """Whether it makes batches of a dataset by index: its place can be counted, and gone back to."""
+    """Whether it makes batches of a dataset by index: its position can be counted and restored."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -142,7 +142,7 @@ def loader_batch_size(loader: object) -> int | None:
 
 
 def begins_anew(loader: Any) -> Inexact:
-    """Why a loader has no place to resume from."""
+    """Why a loader has no position to resume from."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset):
         return Inexact(
@@ -171,7 +171,7 @@ def may_differ(loader: Any) -> Iterator[Inexact]:
     if type(own) not in _KNOWN and not is_stateful(own) and not is_stateful(loader.sampler):
         yield Inexact(
             f"the {kind} {type(own).__name__}",
-            why="it has no state_dict; its batches are drawn again from a seed of the epoch, "
+            why="it has no state_dict; its batches are redrawn from a seed of the epoch, "
             "which is exact only if they depend on nothing but that",
             fix="give it state_dict and load_state_dict, or use ResumableDistributedSampler",
             certain=False,
@@ -191,7 +191,7 @@ def may_differ(loader: Any) -> Iterator[Inexact]:
 
 
 def _trusted(loader: Any) -> Iterator[Inexact]:
-    """Where nobody but `--prove-resume` knows whether a loader's own state leads back."""
+    """What only `--prove-resume` can show of a loader with a state of its own."""
     if getattr(loader, "num_workers", 0):
         yield Inexact(
             f"the workers of a {type(loader).__name__}",
@@ -206,7 +206,7 @@ def _trusted(loader: Any) -> Iterator[Inexact]:
     if not (by_index and default and module.startswith(_TORCHDATA)):
         yield Inexact(
             f"the state of a {type(loader).__name__}",
-            why="the loader saves and restores its place itself; what it leaves out, such as a shuffle buffer or a "
+            why="the loader saves and restores its position itself; what it leaves out, such as a shuffle buffer or a "
             "generator, is not seen",
             fix="--prove-resume tries it (fairlead fit, fairlead launch)",
             certain=False,

@@ -36,7 +36,7 @@ def to_plain(value: Any, where: str = "state", *, devices: bool = True) -> Any:
     unless `devices` is False.
 
     Raises:
-        TypeError: It holds anything else, at the place that the message names.
+        TypeError: It holds anything else, at the path that the message names.
     """
     kind = type(value)
     if kind in _LOADED_AS_THEY_ARE:
@@ -108,9 +108,9 @@ def put_back(now: Any, value: Any) -> Any:
         now.clear()
         now.extend(there)
     elif isinstance(value, dict):
-        kept = {key: put_back(_there(now, key), item) for key, item in value.items()}
+        items = {key: put_back(_there(now, key), item) for key, item in value.items()}
         now.clear()
-        now.update(kept)
+        now.update(items)
     elif isinstance(value, set):
         now.clear()
         now.update(value)
@@ -132,7 +132,7 @@ def _there(now: dict[Any, Any], key: Any) -> Any:
 
 
 def is_frozen(value: object) -> bool:
-    """Whether an object is one of a frozen dataclass: another takes its place, and it never changes."""
+    """Whether an object is one of a frozen dataclass: another replaces it, and it never changes."""
     return bool(getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False))
 
 

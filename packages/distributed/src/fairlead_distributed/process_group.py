@@ -116,7 +116,7 @@ def init_process_group(
         environ: The environment to read; None is this process's own.
         device: This rank's device; None is `rank_device(environ)`.
         preflight_timeout: How long ranks may take to come; None is 5 minutes, or `timeout` where that is shorter.
-        start: What the launcher says of this start; None asks the environment's plugins. Its `ports` take the place of
+        start: What the launcher says of this start; None asks the environment's plugins. Its `ports` replace
             the port in `init_method`.
         config_hash: A digest of what decides what is computed; it has to be the same on all ranks.
 

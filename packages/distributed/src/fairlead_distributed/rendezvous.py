@@ -1,7 +1,7 @@
-"""How the ranks of one start find each other, and only each other, and who is missing or different when they do not.
+"""Rendezvous: the ranks of one start find each other, and missing or different ranks are named.
 
 torch gives every restart of a torchrun job the same keys in one store, so that a worker can dial a dead one (torch
-2.13: 2 of 12 restarts after a `kill -9` were clean). Here rank 0 opens a numbered attempt with a prefix of its own,
+2.13: 2 of 12 restarts after a `kill -9` were clean). Here rank 0 opens a numbered attempt under its own prefix,
 since the restart count alone does not tell attempts apart, and the others prove that they are alive by a random word
 that only rank 0 of this attempt answers. Then each writes one record and waits for one verdict, the same for all.
 """
@@ -111,7 +111,7 @@ class _Meeting:
         return generation
 
     def decline(self, generation: int, why: str) -> NoReturn:
-        """Answers all who come for a while, and tells them that rank 0 does not take part."""
+        """Answers the ranks that come within the timeout, and reports that rank 0 does not take part."""
         answered = set[int]()
         while len(answered) < self.mailbox.world_size - 1 and time.monotonic() < self.deadline:
             written = set(range(1, self.mailbox.count("hello", 0) + 1))
@@ -124,7 +124,7 @@ class _Meeting:
         return self.verdict(f"{who} failed before it joined the others", why, None)
 
     def answer(self, generation: int, numbers: Sequence[int]) -> list[int]:
-        """Tells those who came which attempt this is; in few messages, for thousands come at once."""
+        """Answers the ranks that came with this attempt's number; in few messages, for thousands come at once."""
         numbers = self.written(numbers)
         if numbers:
             keys = [f"hello/{number}" for number in numbers]
@@ -163,7 +163,7 @@ class _Meeting:
         return self.verdict(what, why, _TOGETHER, missing)
 
     def fail(self, generation: int, verdict: dict[str, Any]) -> NoReturn:
-        """Tells those who came before the store, which rank 0 may host, goes down with this process."""
+        """Reports the failure to the ranks that came, before the store ends with this process, which may host it."""
         self.mailbox.put(f"{generation}/go", json.dumps(verdict))
         patience = time.monotonic() + _READ_GRACE
         others = self.mailbox.count(f"{generation}/waiting", 0)
@@ -210,7 +210,7 @@ class _Meeting:
 
     def protest(self, generation: str, why: str) -> None:
         fix = (
-            "give each process a RANK of its own from 0 to WORLD_SIZE - 1 and the same WORLD_SIZE to all; a template "
+            "give each process another RANK from 0 to WORLD_SIZE - 1 and the same WORLD_SIZE to all; a template "
             "that sets RANK must be evaluated inside each task"
         )
         what = f"the ranks do not fit together: {why}"

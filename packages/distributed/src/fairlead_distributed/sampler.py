@@ -1,4 +1,4 @@
-"""A sampler that knows how much of the data was trained on, and goes on there, also with another world size."""
+"""A sampler that knows how much of the data was trained on, and continues there, also with another world size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fairlead.errors import CheckpointError, ConfigError
-from fairlead_distributed._sampling import as_dataset, derive_seed, permutation, place, size_of
+from fairlead_distributed._sampling import as_dataset, derive_seed, permutation, shard_and_rank, size_of
 
 T = TypeVar("T")
 _NAME = "ResumableDistributedSampler"
@@ -22,7 +22,7 @@ class ResumableDistributedSampler(DistributedSampler[int]):
 
     An epoch has one order, a permutation made of (seed, epoch), the same for any number of ranks. Rank r of W takes
     the samples r, r + W, r + 2 W, ... of what is left of it. So W ranks with batches of B take the next W * B samples
-    of the order in each step, and a run that goes on with another world size takes exactly what is left, in order.
+    of the order in each step, and a run that continues with another world size takes exactly what is left, in order.
 
     **The position counts samples that were trained on**, over all ranks. Drawing does not move it, since the workers of
     a loader draw ahead. The loop moves it: it takes its batches from `batches(loader)`, or calls `advance()` after each
@@ -64,7 +64,7 @@ class ResumableDistributedSampler(DistributedSampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        num_replicas, rank = place(num_replicas, rank, _NAME)
+        num_replicas, rank = shard_and_rank(num_replicas, rank, _NAME)
         self.length = size_of(dataset_or_length, _NAME)
         super().__init__(as_dataset(dataset_or_length), num_replicas, rank, shuffle, index(seed), drop_last)
         self._consumed = 0
@@ -73,7 +73,7 @@ class ResumableDistributedSampler(DistributedSampler[int]):
         return iter(self._rest())
 
     def __len__(self) -> int:
-        """This rank's samples in a whole epoch, wherever the position is: Lightning counts up to it by its progress."""
+        """This rank's samples in a full epoch, wherever the position is: Lightning counts up to it by its progress."""
         return self.num_samples
 
     def remaining(self) -> int:
@@ -142,7 +142,7 @@ class ResumableDistributedSampler(DistributedSampler[int]):
             raise ConfigError(
                 "this loader's batches cannot be counted",
                 where=f"{_NAME}.batches()",
-                why="it has a batch sampler of its own" if size is None else "it draws from another sampler",
+                why="it has a custom batch sampler" if size is None else "it draws from another sampler",
                 fix="pass DataLoader(dataset, batch_size=..., sampler=this sampler), or call advance() after each step",
             )
         full, rest = divmod(self.remaining(), size)
@@ -182,7 +182,7 @@ class ResumableDistributedSampler(DistributedSampler[int]):
             before, now = state_dict[name], getattr(self, name)
             if consumed and before != now:
                 raise CheckpointError(
-                    f"cannot go on within epoch {state_dict['epoch']}: {what} was {before}, now {now}",
+                    f"cannot continue within epoch {state_dict['epoch']}: {what} was {before}, now {now}",
                     where=f"{_NAME}.load_state_dict",
                     why=f"the {consumed} consumed samples are the first of an order that no longer exists",
                     fix="resume with the same data, or from a checkpoint at the end of an epoch",

@@ -80,7 +80,7 @@ def seeded_split(
         One `Subset` per fraction; for a number of samples, one list of indices.
 
     Raises:
-        ConfigError: The fractions are not shares of one whole, or a part would be empty.
+        ConfigError: The fractions do not add up to at most 1, or a part would be empty.
 
     Example:
         >>> train, val = seeded_split(10, [0.8, 0.2], seed=0)
@@ -92,7 +92,7 @@ def seeded_split(
         raise ConfigError(
             f"cannot split into {list(fractions)}", where="seeded_split", fix="give positive fractions that sum to 1"
         )
-    # Halves go up: `round` sends them to the even number, which can empty a part of a whole sample.
+    # Halves go up: `round` sends them to the even number, which can leave a part empty.
     shares = (math.fsum(fractions[: i + 1]) for i in range(len(fractions) - 1))
     bounds = [0, *(math.floor(length * share + 0.5) for share in shares), length]
     order = permutation(length, derive_seed("split", seed)).tolist()
@@ -122,7 +122,7 @@ def global_mean_std(
     Args:
         chunks: This rank's tensors, of any dtype; shapes may differ, except the size of `feature_dim`. A rank may
             have none. No sample may be in two ranks' chunks: an `EvaluationSampler` without its padding is such a part.
-        feature_dim: The dimension that is kept, statistics for each of its entries (1 for channels in NCHW, -1 for
+        feature_dim: The dimension that remains, statistics for each of its entries (1 for channels in NCHW, -1 for
             columns); None takes all values together.
         correction: 0 for the deviation of these values, 1 for the estimate from a sample (`torch.std`'s default).
 

@@ -49,7 +49,7 @@ def dump_stacks(path: Path, why: str = "") -> None:
 class StacksOnRequest:
     """Dumps the stacks of a rank that stands still, when `fairlead doctor --run` has requested it since the last time.
 
-    A rank whose steps advance is never asked, and does not even look.
+    A rank whose steps advance does not even look for a request.
     """
 
     def __init__(self, run: Path, start: int, rank: int) -> None:
@@ -121,7 +121,7 @@ def flight_recorder_variables(folder: Path) -> dict[str, str]:
 
 
 def show_stacks_on_signal() -> bool:
-    """From now on SIGQUIT makes this process show the stacks of all threads on stderr, and go on.
+    """From now on SIGQUIT makes this process show the stacks of all threads on stderr, and continue.
 
     That works also while C code holds the interpreter's lock. Returns whether it is installed: a handler that
     somebody else has installed stays.

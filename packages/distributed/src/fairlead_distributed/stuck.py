@@ -1,4 +1,4 @@
-"""What all ranks do when one of them fails, or when nothing moves any more: say who, dump their stacks, and end.
+"""What all ranks do when one of them fails or hangs: report which one, dump their stacks, and exit.
 
 A rank that fails wakes the control planes of all others, also where the main thread sits in a collective. Each dumps
 its stacks and torch's flight recorder, and ends itself after a grace. The one that failed first speaks for all.
@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.alarms import NO_REPORT, Alarm, Alarms, asked_to_stop, end_process, to_stderr, trouble_of
+from fairlead_distributed.alarms import NO_REPORT, Alarm, Alarms, end_process, is_requested_stop, to_stderr, trouble_of
 from fairlead_distributed.control_plane import ControlPlane
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.process_group import group_store
@@ -28,7 +28,7 @@ from fairlead_runs.mailbox import LONG, StoreMailbox
 from fairlead_runs.waiting import ranks_text
 
 GRACE: Final = timedelta(seconds=10)
-"""How long a rank may go on in the block after another has failed: it mostly fails by itself, of the absence."""
+"""How long a rank may continue in the block after another has failed: it mostly fails by itself, of the absence."""
 _GRACES: Final = 6  # so many of them may pass after another rank has left by an exception: all may be about to
 _HEARD_S: Final = 3.0  # how long a rank that fails waits until the others have heard of it: it may host the store
 _SECOND_S: Final = 1.0  # how long a rank that only lost its peers lets the one that failed first speak first
@@ -49,14 +49,14 @@ class RankWatch:
         rank: This rank.
         world_size: The number of ranks.
         flight_recorder: The folder for torch's flight recorder; None: it is not dumped.
-        grace: How long a rank may go on after another has failed. It then ends with exit code 1, without clean-up.
-        progress: Something that changes while the rank gets on; asked in a thread, from time to time.
+        grace: How long a rank may continue after another has failed. It then ends with exit code 1, without clean-up.
+        progress: Something that changes while the rank gets on; polled in a thread.
         hang_after: When nothing has changed there for so long, the stacks of all ranks are dumped, and nothing else
             happens. Best shorter than the process group's timeout, after which there may be no rank left to ask.
         say: Gets what a person should read; None: stderr.
         local_rank: With it, only the first rank of each other node names the one that failed; None: every rank does.
         heard: Called with each alarm that came from another rank, and a hang or a `gone` that this one tells.
-        plane: The control plane of these ranks; None: one of its own.
+        plane: The control plane of these ranks; None: the watch makes one.
 
     Example:
         >>> with RankWatch.of_process_group(Path("runs/gpt/stacks")):  # doctest: +SKIP
@@ -92,8 +92,8 @@ class RankWatch:
         self._first: Alarm | None = None
         self._learning = threading.Lock()
         self._left = threading.Event()
-        self._told = False
-        self._telling: int | None = None
+        self._reported = False
+        self._own_number: int | None = None
         self._alarmed = time.monotonic()
         self._alarms: Alarms | None = None
         self._plane = plane
@@ -122,7 +122,7 @@ class RankWatch:
             return cls(stacks, **options)
         try:
             plane = ControlPlane.of_process_group()
-        except ConfigError:  # the watch finds it out again, and keeps why
+        except ConfigError:  # the watch gets the same error, and stores its reason
             plane = None
         return cls(stacks, store, rank, world_size, plane=plane, **options)
 
@@ -134,22 +134,22 @@ class RankWatch:
             return
         self.leave()
         atexit.unregister(self.close)
-        if self.rank == 0 and not self._told and self._first is None:
-            self._told = True
+        if self.rank == 0 and not self._reported and self._first is None:
+            self._reported = True
             # The store may go with this process: the others must not take that for its death.
-            trouble_of(_PATIENCE_S, self._tell, Alarm("over", 0, "", "", "", time.time()))
+            trouble_of(_PATIENCE_S, self._announce, Alarm("over", 0, "", "", "", time.time()))
 
     def leave(self, error: BaseException | None = None) -> None:
-        """This rank has left the block, by an exception that may yet be caught: it is not to be ended any more.
+        """This rank has left the block, perhaps by an exception that may yet be caught, and is not ended any more.
 
-        Those that are still in it long after such an error wait for this rank in vain, and end.
+        Ranks that are still in it long after such an error time out waiting for this one, and exit.
         """
         if self._left.is_set() or os.getpid() != self._pid:  # a forked child shares our connections
             return
         if error is not None:
-            trouble_of(_PATIENCE_S, self._tell_left, replace(Alarm.of_error(self.rank, error), kind="left"))
+            trouble_of(_PATIENCE_S, self._announce_left, replace(Alarm.of_error(self.rank, error), kind="left"))
         self._left.set()
-        trouble_of(_PATIENCE_S, self._leave)  # where it fails, nobody is left to be told
+        trouble_of(_PATIENCE_S, self._leave)  # where it fails, no rank is left to notify
         if self._looking is not None and self._looking is not threading.current_thread():
             self._looking.join(2.0)
 
@@ -170,9 +170,9 @@ class RankWatch:
         if os.getpid() != self._pid:
             report()
             return
-        if self._told:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         if exits:
             threading.Thread(target=self._exit, name="fairlead-watch-exit", daemon=True).start()
         alarm = Alarm.of_error(self.rank, error, secondary=secondary and self._alarms is not None)
@@ -195,7 +195,7 @@ class RankWatch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None or asked_to_stop(error):
+        if error is None or is_requested_stop(error):
             self.close()
         else:
             self.failed(error)
@@ -223,7 +223,7 @@ class RankWatch:
                     self._dump.write(alarm)
                 alarms.acknowledge(self._number)
                 self._dump.detail(alarm)
-            if alarm.kind != "hang":  # the last one: who fails now finds it under this number
+            if alarm.kind != "hang":  # the last one: a rank that fails from now on finds it under this number
                 self._last(alarm)
                 return None
             self._number += 1
@@ -252,7 +252,7 @@ class RankWatch:
     def _take_in(self, alarm: Alarm) -> None:
         if alarm.kind != "hang":
             self._learn(alarm)
-        if self._listener is not None and alarm.kind != "gone":  # the one that tells of it has told its own
+        if self._listener is not None and alarm.kind != "gone":  # the rank that raised it has called its own
             self._listener(alarm)
 
     def _end(self) -> None:
@@ -278,46 +278,46 @@ class RankWatch:
         end_process()
 
     def _look(self, progress: Callable[[], object], seconds: float) -> None:
-        """Tells all ranks when this one has not got on for so long."""
-        last, self._alarmed, told = progress(), time.monotonic(), 0
-        while told < _HANGS and not self._left.wait(min(30.0, seconds / 10)):
+        """Raises an alarm when this rank has made no progress for so long."""
+        last, self._alarmed, hangs = progress(), time.monotonic(), 0
+        while hangs < _HANGS and not self._left.wait(min(30.0, seconds / 10)):
             now = progress()
             if now != last:
                 last, self._alarmed = now, time.monotonic()
             elif time.monotonic() - self._alarmed >= seconds:
-                told, self._alarmed = told + 1, time.monotonic()
+                hangs, self._alarmed = hangs + 1, time.monotonic()
                 self._hang(seconds)
 
     def _hang(self, seconds: float) -> None:
         what = f"nothing has moved for {seconds:g} s; the stacks of all ranks are in {self.path.parent}"
         alarm = Alarm("hang", self.rank, os.uname().nodename, what, what, time.time())
-        trouble = trouble_of(_PATIENCE_S, self._tell, alarm)
-        if trouble is not None or self.isolated is not None:  # nobody tells it to this rank's control plane
+        trouble = trouble_of(_PATIENCE_S, self._announce, alarm)
+        if trouble is not None or self.isolated is not None:  # this rank's control plane does not hear it
             self._dump.write(alarm)
             self._take_in(alarm)
 
     # -- what they do
 
-    def _tell(self, alarm: Alarm) -> None:
+    def _announce(self, alarm: Alarm) -> None:
         self._put(alarm)
-        if alarm.kind == "hang" and (self._telling is not None or self._alarms is None):
+        if alarm.kind == "hang" and (self._own_number is not None or self._alarms is None):
             self._say(str(alarm))
         self._spread(alarm)
 
     def _put(self, alarm: Alarm, patience_s: float = 0.0) -> None:
-        """Has all ranks agree on who speaks; where it is another one, that one is the first."""
-        self._telling = None
+        """Has all ranks agree on which alarm counts; another rank's may have come first."""
+        self._own_number = None
         if self._alarms is None:
             return
-        told, number = self._alarms.put(alarm, self._number, patience_s)
-        if told == alarm:
-            self._telling = number
-        elif told.kind in ("failed", "gone"):
-            self._learn(told)
+        raised, number = self._alarms.put(alarm, self._number, patience_s)
+        if raised == alarm:
+            self._own_number = number
+        elif raised.kind in ("failed", "gone"):
+            self._learn(raised)
 
     def _spread(self, alarm: Alarm) -> None:
-        """Wakes the others, where this rank speaks, and says who does not answer."""
-        alarms, number = self._alarms, self._telling
+        """Wakes the others, where this rank's alarm counts, and reports who does not answer."""
+        alarms, number = self._alarms, self._own_number
         if alarms is None or number is None:
             return
         alarms.mailbox.ring()
@@ -331,13 +331,13 @@ class RankWatch:
         elif silent and alarm.kind != "over":
             self._say(f"no stacks of {ranks_text(silent)}: it has died, or C code holds the interpreter's lock")
 
-    def _tell_left(self, alarm: Alarm) -> None:
+    def _announce_left(self, alarm: Alarm) -> None:
         if self._alarms is not None:
             self._alarms.put(alarm, self._number)
             self._alarms.mailbox.ring()
 
     def _learn(self, alarm: Alarm) -> None:
-        """Another rank has failed first; of its traceback, thousands of copies would help nobody."""
+        """Another rank has failed first: its line is printed once a node, not by thousands of ranks."""
         with self._learning:
             if self._first is not None:
                 return

@@ -66,7 +66,7 @@ def run_ranks(
 
     Raises:
         RankFailedError: A rank raised (its traceback comes first), was killed by a signal, or was not done in
-            time (with the place where it stood).
+            time (with the line where it stood).
 
     Example:
         >>> def add(rank, offset):
@@ -251,7 +251,7 @@ def _main(rank: int, payload: _Payload, stack: str, init: bool, timeout: float) 
                 barrier()  # a function that is done at once would leave while others still connect to this rank
             pipe.send_bytes(pickle.dumps((None, None)))
             answer = pickle.dumps((True, fn(rank, *args)))
-        except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends the function is told
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt: whatever ends the function is reported
             answer = pickle.dumps((False, "".join(traceback.format_exception(error))))
         pipe.send_bytes(answer)
         if init and pickle.loads(answer)[0]:

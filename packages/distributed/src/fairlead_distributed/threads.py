@@ -18,7 +18,7 @@ T = TypeVar("T")
 def use_threads(resolution: Resolution, environ: Mapping[str, str]) -> None:
     """Has torch compute with as many threads as was resolved.
 
-    torch heeds OMP_NUM_THREADS, and a script may have asked for fewer; else each rank would take all CPUs of a node.
+    torch heeds OMP_NUM_THREADS, and a script may have set fewer; else each rank would take all CPUs of a node.
     """
     count = int(resolution.value("threads"))
     requested = resolution.trainer.threads != "auto"
@@ -48,7 +48,7 @@ def start_line(resolution: Resolution) -> str:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns or raises; after so many seconds a TimeoutError, and it goes on in a thread of its own."""
+    """What a call returns or raises; after so many seconds a TimeoutError, and the call continues in its thread."""
     answer: Future[T] = Future()
 
     def run() -> None:

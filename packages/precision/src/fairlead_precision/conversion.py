@@ -109,7 +109,7 @@ def refuse_none(conversion: Conversion, what: str) -> None:
 
 
 def replace(module: nn.Module, names: Iterable[str], make: Make) -> None:
-    """Replaces each named layer by `make(layer)`; one that is used several times stays one layer."""
+    """Replaces each named layer by `make(layer)`; one with several names stays one layer."""
     layers = dict(module.named_modules())
     made: dict[int, nn.Linear] = {}
     for name in names:
@@ -125,7 +125,7 @@ def replace(module: nn.Module, names: Iterable[str], make: Make) -> None:
 def no_fast_path(module: nn.Module) -> None:
     """Keeps torch's encoder layer from computing with the weights of its layers, past their `forward`.
 
-    It does so in evaluation; the switch is torch's, for the process.
+    It does so in evaluation; the switch is torch's, for all of the process.
     """
     if any(isinstance(one, nn.TransformerEncoderLayer) for one in module.modules()):
         torch.backends.mha.set_fastpath_enabled(False)

@@ -33,7 +33,7 @@ class FSDPPrecision(StrategyPrecision):
 
 
 def build(config: FSDPPrecisionConfig, context: BuildContext) -> Any:
-    """Lightning's plugin for the mode; in `16-mixed` with the requested gradient scaler."""
+    """Lightning's plugin for the mode; in `16-mixed` with the gradient scaler that is requested."""
     plugin = lightning_precisions(context).FSDPPrecision(config.precision)
     scaler = context.extras.get("scaler")
     if scaler:

@@ -23,7 +23,7 @@ _DONE = "_fairlead_float8"
 
 
 def convert(module: nn.Module, config: TorchAOFloat8PrecisionConfig, *, emulate: bool) -> Conversion | None:
-    """Replaces the Linear layers of a model in place, keeping their parameters; None where that was done before.
+    """Replaces the Linear layers of a model in place, with their parameters; None where that was done before.
 
     Raises:
         ConfigError: There is no layer to convert, or `ignore_modules` names none.

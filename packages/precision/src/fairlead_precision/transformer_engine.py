@@ -20,7 +20,7 @@ class FP8Recipe(ConfigModel):
     """How 8-bit values are scaled: Transformer Engine's `DelayedScaling`, with its defaults."""
 
     margin: int = 0
-    """Powers of two kept free above the largest value seen."""
+    """Powers of two left free above the largest value seen."""
     fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
     """`HYBRID`: E4M3 forward, E5M2 for gradients, which need more range."""
     amax_history_len: int = Field(1024, gt=0)

@@ -33,7 +33,7 @@ class DDPStrategyConfig(ProcessGroupConfig):
     """Start every rank with rank 0's parameters and buffers, and compare their shapes. False: they are known to be
     equal, and a start is faster; ranks that were seeded differently then train different models."""
     start_method: Literal["popen", "spawn", "fork"] = "popen"
-    """How the ranks of this node are started when nothing else starts them: `popen` runs the script again, `spawn`
+    """How the ranks of this node are started when nothing else starts them: `popen` reruns the script, `spawn`
     and `fork` use multiprocessing. `spawn` is slower and needs everything to be picklable, but works in a
     program without a script; `fork` fails once CUDA was used."""
     ddp_comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None

@@ -83,7 +83,7 @@ def build(config: DDPStrategyConfig, context: BuildContext) -> DDPStrategy | Fab
         "static_graph": config.static_graph,
     }
     names = ("broadcast_buffers", "init_sync")
-    # Only what is set: torch warns of any `broadcast_buffers` that is given.
+    # Only what is requested: torch warns of a `broadcast_buffers` that is given, whatever it says.
     kwargs |= {
         name: value for name in names if (value := getattr(config, name)) != type(config).model_fields[name].default
     }

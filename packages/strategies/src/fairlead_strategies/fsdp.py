@@ -49,15 +49,15 @@ class FSDPStrategyConfig(ProcessGroupConfig):
         "FULL_SHARD"
     )
     """What is split: `FULL_SHARD` parameters, gradients and optimizer state; `SHARD_GRAD_OP` keeps the parameters
-    full between forward and backward; `NO_SHARD` nothing, as DDP; the hybrids split within a node and copy across
+    gathered between forward and backward; `NO_SHARD` nothing, as DDP; the hybrids split within a node and copy across
     nodes."""
     cpu_offload: bool = False
     """Keep shards in CPU memory while they are not computed with: less GPU memory, slower."""
     mixed_precision: Literal[True] | FSDPMixedPrecision | None = None
     """None takes the trainer's precision; True computes, reduces and buffers in bfloat16; or each format by name."""
     auto_wrap_policy: ClassPaths | Annotated[int, Field(gt=0)] | None = None
-    """Which submodules become separate units: a list of classes (`module:Class`), or a number, for every
-    submodule with at least that many parameters. None: the model is one unit, which saves the least memory."""
+    """Which submodules become units of their own: a list of classes (`module:Class`), or a number, for every
+    submodule with at least that many parameters. None: the full model is one unit, which saves the least memory."""
     activation_checkpointing_policy: ClassPaths | None = None
     """Classes whose activations are recomputed during backward instead of stored. `activation_checkpointing` is
     accepted too."""

@@ -138,7 +138,7 @@ class FabricFSDP(FabricFSDPStrategy):
         return context
 
     def full_parameters(self, module: Module) -> dict[str, Tensor]:
-        """All parameters of a module that was set up, by their names, in full on the CPU; on all ranks together."""
+        """All parameters of a module that was set up, by name, complete and on the CPU; a collective."""
         return fsdp_state.full_parameters(_root(module))
 
     def full_gradients(self, module: Module) -> dict[str, Tensor]:
@@ -229,7 +229,7 @@ class FSDPStrategy(LightningFSDP):
         root.clip_grad_norm_(clip_val)  # of all its parameters: automatic optimization has one optimizer
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """All parameters by the names of the unsplit module, in full on the CPU; on all ranks together."""
+        """All parameters by the names of the unsplit module, complete and on the CPU; on all ranks together."""
         return fsdp_state.full_parameters(self._root)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -299,7 +299,7 @@ class FSDPStrategy(LightningFSDP):
         return True
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Whole states of the optimizers, each rank takes its part."""
+        """Full states of the optimizers, each rank takes its part."""
         if checkpoint["optimizer_states"]:
             with fsdp_state.full_state(self._root, rank0_only=False):
                 self._load_optimizers(checkpoint["optimizer_states"])

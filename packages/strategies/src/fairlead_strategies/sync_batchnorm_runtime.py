@@ -94,7 +94,7 @@ class CPUSyncBatchNormLayerSync(TorchSyncBatchNorm):
         self._kinds: dict[_BatchNorm, type[_BatchNorm]] = {}
 
     def apply(self, model: Module) -> Module:
-        """The same model, every BatchNorm layer synchronised; parameters and statistics stay."""
+        """The same model, every BatchNorm layer synchronised; parameters and statistics are unchanged."""
         for module in model.modules():
             if isinstance(module, _BatchNorm) and not isinstance(module, CPUSyncBatchNorm):
                 self._kinds[module] = type(module)
@@ -110,7 +110,7 @@ class CPUSyncBatchNormLayerSync(TorchSyncBatchNorm):
 
 
 def build(config: TorchSyncBatchNormLayerSyncConfig, context: BuildContext) -> TorchSyncBatchNorm:
-    """The Trainer's layer sync for the resolved device; Fabric takes none."""
+    """The Trainer's layer sync for the resolved device; Fabric has no such hook."""
     if context.engine == "fabric":
         raise ConfigError(
             f"Fabric does not apply layer_sync {config.name!r}",

@@ -72,7 +72,7 @@ class XLA(LightningStrategy):
 
     @hookimpl
     def fairlead_exactness(self, resolution: Resolution) -> Iterator[Inexact]:
-        """Shown for one process: what is computed together ends at the same steps, whatever is saved in between."""
+        """Shown for one process: what is computed together ends at the same points, whatever is saved in between."""
         if resolution.world_size > 1:
             yield Inexact(
                 f"strategy: xla with {resolution.world_size} ranks",

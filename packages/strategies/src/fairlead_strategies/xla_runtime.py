@@ -118,7 +118,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 def _compute_pending() -> None:
     """Computes what has been recorded so far; the next random numbers are the same as without.
 
-    Each `torch_xla.sync` moves on to another random state, whether a number was drawn or not.
+    Each `torch_xla.sync` continues to another random state, whether a number was drawn or not.
     """
     import torch_xla
     from torch_xla.core import xla_model
@@ -131,7 +131,7 @@ def _compute_pending() -> None:
 class OneProcessXLAStrategy(trainer.SingleDeviceXLAStrategy):
     """One device, or by SPMD all devices of this machine, for the Trainer.
 
-    What is computed together ends at the same steps whether or not a checkpoint is saved in between, as a resumed run
+    What is computed together ends at the same points whether or not a checkpoint is saved in between, as a resumed run
     needs it: with each batch, and before the next one.
     """
 

@@ -30,7 +30,7 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_for_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Split in, replicated out, for ranks that each go on with a part: the gradient comes back partial."""
+    """Split in, replicated out, for ranks that each continue with a part: the gradient comes back partial."""
     return _call(_Gather, x, dim, group, True)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import scaled_dot_product_attention  # as it is: its place in torch is taken over
+from torch.nn.functional import scaled_dot_product_attention  # as it is: torch's name for it is replaced
 from torch.overrides import TorchFunctionMode
 
 from fairlead.errors import ConfigError
@@ -49,7 +49,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `scaled_dot_product_attention`, of (batch, heads, own tokens, features), over the whole sequence."""
+    """As `scaled_dot_product_attention`, of (batch, heads, own tokens, features), over the full sequence."""
     where = "scaled_dot_product_attention with context parallelism"
     tokens = query.shape[-2]
     if not context.length:
@@ -100,7 +100,7 @@ def attention(
 
 
 def _gathered(key: Tensor, value: Tensor, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, in its order; in one collective."""
+    """Keys and values of the full sequence, in its order; in one collective."""
     both = layout.in_order(gather_for_parts(torch.cat((key, value), -1), -2, group), -2)
     return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
@@ -172,7 +172,7 @@ class Layout:
         return 2 * self.ranks if self.balance else self.ranks
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's chunks of a whole tensor."""
+        """This rank's chunks of a full tensor."""
         if x.shape[dim] % self.count:
             each = "two parts for each rank" if self.balance else "one part for each rank"
             raise ConfigError(
@@ -184,7 +184,7 @@ class Layout:
         return torch.cat([parts[number] for number in self.chunks(self.rank)], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
-        """The whole sequence, of what the ranks have, one rank's after the other's."""
+        """The full sequence, of what the ranks have, one rank's after the other's."""
         if not self.balance:
             return x
         parts = x.chunk(self.count, dim)
@@ -200,7 +200,7 @@ class Layout:
 
 
 def own_tokens(layout: Layout, length: int, device: torch.device) -> Tensor:
-    """The positions of a rank's `length` tokens in the whole sequence."""
+    """The positions of a rank's `length` tokens in the full sequence."""
     # Not intercepted: this is what an intercepted `arange` is answered with.
     with torch._C.DisableTorchFunction():  # type: ignore[attr-defined, unused-ignore]
         return layout.own(torch.arange(length * layout.ranks, device=device), 0)
@@ -213,7 +213,7 @@ def split_sequence(x: Tensor, dim: int, layout: Layout, group: dist.ProcessGroup
 
 
 def gather_sequence(x: Tensor, dim: int, layout: Layout, group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens in, whole out, for ranks that all do the same with it.
+    """This rank's tokens in, the full sequence out, for ranks that all do the same with it.
 
     The gradient is this rank's part, times the number of ranks: averaged over them, parameters' gradients are right.
     """
@@ -262,8 +262,8 @@ class ContextParallel:
         method: How attention sees the other ranks' tokens.
         balance: Each rank has a part of the head and a part of the tail of the sequence (head-tail, zigzag), so that
             all have the same work under a causal mask.
-        split_inputs: The module is called with whole sequences.
-        gather_outputs: It returns whole sequences.
+        split_inputs: The module is called with full sequences.
+        gather_outputs: It returns full sequences.
         stage: It is a stage of a pipeline, which need not have attention.
         calls: How many attentions were computed over all ranks.
         positions: Where the module took positions from: `positions()`, `torch.arange`, a slice of a table.
@@ -311,7 +311,7 @@ class ContextParallel:
             current.reset(token)
 
     def own_positions(self, device: torch.device | str | None) -> Tensor:
-        """The positions of this rank's tokens in the whole sequence."""
+        """The positions of this rank's tokens in the full sequence."""
         return own_tokens(self.layout, self.length, torch.device(device or torch.get_default_device()))
 
     def is_table(self, x: object) -> bool:
@@ -329,7 +329,7 @@ _ALONG = {torch.conv1d, F.conv1d, torch.cumsum, Tensor.cumsum, torch.cumprod, Te
 
 
 class _Mode(TorchFunctionMode):
-    """Sees every torch function that is called, and answers some of them for the whole sequence."""
+    """Sees every torch function that is called, and answers some of them for the full sequence."""
 
     def __init__(self, context: ContextParallel) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class _Mode(TorchFunctionMode):
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("need_weights", True):
             raise ConfigError(
-                "torch.nn.MultiheadAttention is asked for its weights",
+                "torch.nn.MultiheadAttention must return its attention weights",
                 why="it then computes attention by hand, over this rank's tokens only",
                 fix="call it with need_weights=False",
             )

@@ -43,7 +43,7 @@ def check_divisible(size: int, ranks: int, what: str, where: str | None = None) 
 
 
 def multiplies(layer: nn.Module) -> bool:
-    """Whether a linear layer computes in a way of its own that also goes with a part of its weight (8 bits).
+    """Whether a linear layer has a custom way to compute that also works with a part of its weight (8 bits).
 
     It has `multiply(input, weight, bias)`, as `F.linear` has them; `multiple` says of what the part's sizes are to be
     multiples.
@@ -148,7 +148,7 @@ class Row(WholeState):
     sequence = False  # the output is split along the sequence
 
     def split(self, mesh: DeviceMesh) -> None:
-        """Keeps the weights of this rank's input features. The bias stays whole: it is added once, to the sum."""
+        """Keeps the weights of this rank's input features. The bias stays unsplit: it is added once, to the sum."""
         _spread(self, "weight", mesh, Shard(0 if self.transposed else 1))
         _spread(self, "bias", mesh, Replicate())
 

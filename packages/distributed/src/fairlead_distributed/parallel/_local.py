@@ -37,7 +37,7 @@ def local(parameter: Tensor, summed: bool = False) -> Tensor:
 
     Args:
         parameter: A DTensor on a mesh of one dimension, or a plain tensor.
-        summed: Every rank uses the whole parameter, on a part of the activations: its gradients are added up.
+        summed: Every rank uses the full parameter, on a part of the activations: its gradients are added up.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -65,7 +65,7 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 class WholeState(nn.Module):
-    """Loads a state dict of whole tensors into parameters that are spread: each rank takes its part."""
+    """Loads a state dict of full tensors into parameters that are spread: each rank takes its part."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, parameter in self._parameters.items():
@@ -73,7 +73,7 @@ class WholeState(nn.Module):
             is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
             if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
                 mesh, placements = parameter.device_mesh, parameter.placements
-                # Every rank has the whole tensor: nothing is sent.
+                # Every rank has the full tensor: nothing is sent.
                 value = value.to(parameter.device)
                 state_dict[prefix + name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -142,5 +142,5 @@ def read_locally(module: nn.Module, summed: bool = False) -> None:
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
     """Where a module's first floating tensor is among its arguments."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return next((at for at, v in places if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return next((at for at, v in arguments if isinstance(v, torch.Tensor) and v.is_floating_point()), None)

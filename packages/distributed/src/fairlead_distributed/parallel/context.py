@@ -51,31 +51,31 @@ def parallelize_context(
 ) -> ContextParallel:
     """Lets the ranks of a mesh share each sequence that a module is called with, in place.
 
-    The module is called with whole sequences on every rank, and returns whole ones: each rank's forward works on its
+    The module is called with full sequences on every rank, and returns full ones: each rank's forward works on its
     own tokens only, and the loss can be computed as before, with a mean over all tokens. All ranks of the mesh are to
     get the same batch. **Gradients are to be averaged over the ranks**, as `DistributedDataParallel`, `fully_shard`
     and `average_gradients` do it.
 
     Inside the module, `torch.nn.functional.scaled_dot_product_attention` sees all tokens, and positions are those in
-    the whole sequence, where the module takes them from `positions(length)`, from `torch.arange(length)` or from the
+    the full sequence, where the module takes them from `positions(length)`, from `torch.arange(length)` or from the
     first `length` rows of one of its parameters or buffers.
 
     Args:
         module: A module whose inputs and outputs are (batch, sequence, ...).
         mesh: The ranks, in one dimension.
         method: "allgather" gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2); "ulysses" gives each
-            rank some of the heads of the whole sequence (arXiv:2309.14509), whose number it must divide.
+            rank some of the heads of the full sequence (arXiv:2309.14509), whose number it must divide.
         balance: Divide the sequence into head and tail parts, for a causal mask. Without it, each rank has consecutive
             tokens.
         split_inputs: False for a module that is called with `shard_sequence`'s parts; its outputs are then parts too,
             and `mean_over_tokens` makes the loss.
         stage: For a stage of a pipeline, whether it is the first and whether it is the last: the first is called with
-            whole sequences, the last returns whole ones, and parts go from one to the next. Whether any of them has
+            full sequences, the last returns full ones, and parts go from one to the next. Whether any of them has
             attention is not checked here; `calls` of what is returned says it.
 
     Raises:
         ConfigError: The mesh has several dimensions, or the method is not known. In forward: the length cannot be
-            divided evenly; attention has a mask of its own, is computed by hand, or does not happen; a result is not
+            divided evenly; attention has a custom mask, is computed by hand, or does not happen; a result is not
             made of tokens.
 
     Example:
@@ -95,7 +95,7 @@ def parallelize_context(
     if mesh.size() == 1:
         return context
     for one in module.modules():
-        # Not only the outermost: activation checkpointing calls inner modules again, in the backward pass.
+        # Not only the outermost: activation checkpointing calls inner modules in the backward pass, too.
         inner = one is not module and not type(one).__module__.startswith("torch.nn.modules.")
         if inner or one is module or isinstance(one, nn.MultiheadAttention):
             one.__dict__["_context_parallel"] = context
@@ -182,7 +182,7 @@ def _has(x: Any, length: int) -> bool:
 
 
 def positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """The positions, in the whole sequence, of the `length` tokens that a module has here: (length,) of int64.
+    """The positions, in the full sequence, of the `length` tokens that a module has here: (length,) of int64.
 
     In a module without context parallelism, `torch.arange(length)`.
 
@@ -238,7 +238,7 @@ def mean_over_tokens(losses: Tensor, counted: Tensor | None, mesh: DeviceMesh) -
     count = added(mask.sum().to(losses.dtype), group)
     own = losses.masked_fill(~mask, 0).sum() / count
     total = added(own.detach(), group)
-    # The value is the whole mean's; the gradient is that of this rank's part.
+    # The value is the mean over all ranks; the gradient is that of this rank's part.
     return total + (own - own.detach()) * mesh.size()
 
 

@@ -51,7 +51,7 @@ class ExpertParallel:
 
 
 class AbsentExpert(nn.Module):
-    """The place of an expert that another rank has. Its weights in a state dict are passed over.
+    """Stands for an expert that another rank has. Its weights in a state dict are passed over.
 
     Args:
         expert: What it stands for.
@@ -81,7 +81,7 @@ class AbsentExpert(nn.Module):
 def parallelize_experts(module: nn.Module, mesh: DeviceMesh, same: DeviceMesh | None = None) -> ExpertParallel:
     """Divides the experts of each mixture in a model among the ranks of a mesh, in place.
 
-    Each rank calls the model with tokens of its own. All tokens are computed: there is no capacity, and none is
+    Each rank calls the model with different tokens. All tokens are computed: there is no capacity, and none is
     dropped. The gradients of the experts are those of the *mean* of the ranks' losses; those of all other parameters
     are to be averaged over the mesh, as `DistributedDataParallel` and `fully_shard` do it. The ranks start with the
     first one's weights. Make optimizers afterwards.
@@ -253,7 +253,7 @@ def _full(mixture: nn.Module, x: Tensor, normalised: bool) -> Tensor:
 def _divide(mixture: nn.Module, mesh: DeviceMesh, own: range) -> None:
     experts: Any = mixture.experts
     for tensor in (*mixture.parameters(), *mixture.buffers()):
-        full = getattr(tensor, "_local_tensor", tensor)  # a router that tensor parallelism has left whole
+        full = getattr(tensor, "_local_tensor", tensor)  # a router that tensor parallelism has left unsplit
         dist.broadcast(full.detach(), group=mesh.get_group(), group_src=0)
     for number, expert in enumerate(experts):
         if number not in own:
@@ -277,7 +277,7 @@ class _DividedMixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        # On all ranks of the same tokens: so the router's gradient is whole on each of them.
+        # On all ranks of the same tokens: so the router's gradient is complete on each of them.
         weights, chosen = _choose(self, tokens, self.__dict__["_normalised"])
         same: DeviceMesh | None = self.__dict__["_same_tokens"]
         if same is None:

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weights are split over ranks, for models of one's own."""
+"""Linear layers and embeddings whose weights are split over ranks, for custom models."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ColumnParallelLinear(Column, nn.Linear):
     """A linear layer whose output features are split over ranks; on one rank, `torch.nn.Linear`.
 
     The ranks start with the weights of the first. `state_dict()` has DTensors, whose `full_tensor()` is the whole
-    weight, and `load_state_dict` takes whole tensors as well. The output is not gathered: a `RowParallelLinear` takes
+    weight, and `load_state_dict` takes full tensors as well. The output is not gathered: a `RowParallelLinear` takes
     it as it is.
 
     Args:
-        in_features: Size of the input, which every rank has whole.
+        in_features: Size of the input, which every rank has in full.
         out_features: Size of the output of all ranks together.
         bias: Add a bias, of which each rank has its own part.
-        gather_output: Return the whole output on every rank.
+        gather_output: Return the full output on every rank.
         mesh: A mesh of one dimension; by default all ranks of the process group.
         device: Where the weights are.
         dtype: Their type.
@@ -88,8 +88,8 @@ class RowParallelLinear(Row, nn.Linear):
 
     Args:
         in_features: Size of the input of all ranks together.
-        out_features: Size of the output, which every rank gets whole.
-        bias: Add a bias, which every rank has whole.
+        out_features: Size of the output, which every rank gets in full.
+        bias: Add a bias, which every rank has in full.
         mesh: A mesh of one dimension; by default all ranks of the process group.
         device: Where the weights are.
         dtype: Their type.
@@ -131,7 +131,7 @@ class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
 
     Args:
         num_embeddings: Size of the vocabulary.
-        embedding_dim: Size of a vector, which every rank gets whole.
+        embedding_dim: Size of a vector, which every rank gets in full.
         padding_idx: A token whose vector is not trained.
         mesh: A mesh of one dimension; by default all ranks of the process group.
         device: Where the weights are.

@@ -16,8 +16,8 @@ WORDS = {
     "rowwise": "a linear layer whose input features are split; its outputs are added up",
     "packed:1,1,1": "a colwise layer that packs several in one (queries, keys and values), with their proportions",
     "vocab": "an embedding, or the linear head, whose vocabulary is split",
-    "summed": "a layer whose weights are whole, applied to each rank's own heads (a norm of queries or keys)",
-    "replicate": "a layer that every rank has whole, as all have that are not named",
+    "summed": "a layer whose weights are replicated, applied to each rank's own heads (a norm of queries or keys)",
+    "replicate": "a layer that every rank has in full, as all that are not named",
     "sequence": "with sequence_parallel: a norm that each rank applies to its part of the sequence",
     "sequence_begin": "with sequence_parallel: a module whose input is split along the sequence",
     "sequence_gather": "with sequence_parallel: a module (attention) whose input is gathered for its colwise layers",
@@ -41,7 +41,7 @@ class Plan:
     Attributes:
         layers: The word for each module that is named.
         attributes: Further attributes of modules that count features of all heads, to be divided by the ranks.
-        notes: What was left whole, and why.
+        notes: What was left unsplit, and why.
     """
 
     layers: dict[str, list[str]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def _pattern_that_matches(pattern: str, names: list[str]) -> str | None:
 
 
 def check(module: nn.Module, plan: Mapping[str, str] | str, left: Container[int] = ()) -> None:
-    """Raises what `parallelize_tensor` would of a whole model whose parts are split one by one."""
+    """Raises what `parallelize_tensor` would of a full model whose parts are split one by one."""
     automatic(module, 1, False, left) if isinstance(plan, str) else from_patterns(module, plan, left)
 
 
@@ -194,8 +194,8 @@ def automatic(module: nn.Module, ranks: int, sequence: bool, left: Container[int
         if id(block) in left:
             continue
         if isinstance(block, nn.MultiheadAttention):
-            why = "its code fixes the number of heads and the width to those of the whole layer"
-            plan.notes.append(f"{name or 'the model'} (torch.nn.MultiheadAttention) stays whole: {why}")
+            why = "its code fixes the number of heads and the width to those of the full layer"
+            plan.notes.append(f"{name or 'the model'} (torch.nn.MultiheadAttention) stays unsplit: {why}")
         known = next((one for one in _BLOCKS if one.matches(block)), None)
         if known is not None:
             _add(plan, name, block, known)
@@ -258,7 +258,7 @@ def _add(plan: Plan, name: str, block: nn.Module, known: _Known) -> None:
             why=f"{type(block).__name__} has {split}, as {known.title} has, and {strange[0]!r} beside them: a layer "
             f"between {', '.join(known.columns)} and {', '.join(known.rows)} would see one rank's features only",
             fix=f"write the plan, where no other layer lies between them: {_written(name, block, known)}; what it does "
-            "not name stays whole",
+            "not name stays unsplit",
         )
     for child, word in _words(block, known).items():
         plan.add(_join(name, child), word)
@@ -267,7 +267,7 @@ def _add(plan: Plan, name: str, block: nn.Module, known: _Known) -> None:
 
 
 def _add_vocabulary(plan: Plan, module: nn.Module, ranks: int) -> None:
-    """Splits the vocabulary where the head is a layer of its own: code that multiplies by a weight needs it whole."""
+    """Splits the vocabulary where the head is a separate layer: code that multiplies by a weight needs all of it."""
     tables = {n: m for n, m in module.named_modules() if type(m) is nn.Embedding}
     for name, head in module.named_modules():
         if name.rpartition(".")[2] not in ("lm_head", "head", "output") or type(head) is not nn.Linear:
@@ -277,7 +277,7 @@ def _add_vocabulary(plan: Plan, module: nn.Module, ranks: int) -> None:
             continue
         size = head.out_features
         if size % ranks:
-            plan.notes.append(f"{name} stays whole: its vocabulary of {size} cannot be divided among {ranks} ranks")
+            plan.notes.append(f"{name} stays unsplit: its vocabulary of {size} cannot be divided among {ranks} ranks")
             continue
         for one in (name, *inputs):
             plan.add(one, "vocab")

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model's layers split over ranks by a plan, with its weights and its code kept."""
+"""Tensor parallelism: a model's layers split over ranks by a plan, without a change of its weights or its code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorParallel:
     Attributes:
         layers: The plan's words for each module that has one.
         attributes: Numbers of heads (and of their features) that were divided: `blocks.0.attention.heads` -> (4, 2).
-        notes: What was left whole, and why.
+        notes: What was left unsplit, and why.
         ranks: How many ranks share the layers.
     """
 
@@ -150,7 +150,7 @@ class _Checked:
                 f"{inside!r} is an expert's, and sequence_parallel splits the tokens that choose it",
                 where="plan, sequence_parallel",
                 why="on each rank other tokens choose an expert, and in other numbers: what is gathered does not fit",
-                fix="leave sequence_parallel out, or leave experts whole: do not name them in the plan",
+                fix="leave sequence_parallel out, or leave experts unsplit: do not name them in the plan",
             )
         heads = [n for n in plan.named("vocab") if plans.is_linear(module.get_submodule(n))]
         if loss_parallel and len(heads) != 1:
@@ -175,7 +175,7 @@ class _Checked:
         set_ = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, n)]
         if set_ or type(layer).forward is not nn.Embedding.forward:
             raise ConfigError(
-                f"an embedding with {set_[0] if set_ else 'a forward of its own'} cannot be split",
+                f"an embedding with {set_[0] if set_ else 'a custom forward'} cannot be split",
                 where=where,
                 fix="leave it out of the plan: it is then not split",
             )
@@ -191,7 +191,7 @@ class _Checked:
         own = isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
         if own and not multiplies(layer):
             raise ConfigError(
-                f"{type(layer).__name__} has a forward of its own, which splitting would replace",
+                f"{type(layer).__name__} has a custom forward, which splitting would replace",
                 where=where,
                 fix="split the model before its layers are replaced (quantised, adapted), or leave this layer out",
             )
@@ -230,7 +230,7 @@ class _Checked:
                 raise ConfigError(
                     f"{' and '.join(names)} are one parameter, and the plan splits them differently",
                     where="plan",
-                    why="; ".join(f"{n}: {', '.join(w) or 'whole'}" for n, w in words.items()),
+                    why="; ".join(f"{n}: {', '.join(w) or 'unsplit'}" for n, w in words.items()),
                     fix="give both the same word (`vocab` for an embedding and its head), or leave both out",
                 )
 

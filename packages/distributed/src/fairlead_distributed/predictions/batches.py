@@ -1,7 +1,7 @@
 """Which batches a prediction consists of, and which of them a rank takes: the same batches on any number of ranks.
 
-What a model makes of a sample depends, in its last bits, on the batch in which it is. So batches are dealt out whole,
-as the loader would draw them in one process, and a prediction that goes on with other ranks has the same bits.
+What a model makes of a sample depends, in its last bits, on the batch in which it is. So batches are not divided,
+as the loader would draw them in one process, and a prediction that continues with other ranks has the same bits.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def batches_of(loader: DataLoader[Any], number: int) -> Batches:
     What another sampler draws is drawn once, by rank 0 from a fixed seed, and takes 8 bytes a sample.
 
     Raises:
-        ConfigError: The sampler's indices are no whole numbers.
+        ConfigError: The sampler's indices are no integers.
     """
     batches: Any = loader.batch_sampler
     plain = type(batches) in (BatchSampler, type(None))
@@ -123,7 +123,7 @@ def _drawn(drawn: list[list[Any]], size: int | None, name: str, *, own_sizes: bo
         raise ConfigError(
             f"{name} gives {what} as the index of a sample",
             where="the loader of a prediction",
-            why="predictions are saved and found again by the index of the sample, a whole number from 0 on",
+            why="predictions are saved and looked up by the index of the sample, an integer from 0 on",
             fix="a sampler that draws numbers from 0 to len(dataset) - 1",
         )
     order = np.fromiter((int(one) for one in flat), dtype=np.int64, count=len(flat))
@@ -153,7 +153,7 @@ def share(left: Numbers, ranks: int, rank: int) -> list[int | None]:
 
 
 class Drawn:
-    """The sampler of a rank's loader; it notes what it has given, for who writes what becomes of it.
+    """The sampler of a rank's loader; it notes what it has given, for the writer.
 
     Args:
         batches: Those of the loader.
@@ -200,7 +200,7 @@ def drawing(loader: DataLoader[Any], drawn: Drawn) -> DataLoader[Any]:
 
 
 def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A copy that gives the batches in the order in which they are drawn: they are told apart by it."""
+    """A copy that gives the batches in the order in which they are drawn: their order identifies them."""
     made = copy.copy(loader)
     made._iterator = None  # workers that persist draw by the old sampler
     made.in_order = True
@@ -210,7 +210,7 @@ def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
 class Stream:
     """A loader without indices on one rank: its samples are numbered as they come.
 
-    The first `done` batches, with `samples` samples, are drawn again and not given out; where `ended`, nothing is.
+    The first `done` batches, with `samples` samples, are redrawn and not given out; where `ended`, nothing is.
     """
 
     def __init__(self, loader: Iterable[Any], done: int, samples: int, *, limit: int | None, ended: bool) -> None:
@@ -233,7 +233,7 @@ class Stream:
 
 
 def require_one_rank(loader: object, ranks: int) -> None:
-    """Raises where several ranks draw from a loader of which nobody knows which sample is which."""
+    """Raises where several ranks draw from a loader whose samples cannot be identified."""
     if ranks == 1:
         return
     stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)

@@ -104,7 +104,7 @@ class PredictionFolder:
     def add_loader(self, number: int, described: Mapping[str, Any], batches: int | None) -> Done:
         """What is done of a loader already; refuses one that is another than at the first start. A collective.
 
-        `batches` is how many it has in all; None: nobody knows before its end.
+        `batches` is how many it has in all; None: unknown before its end.
         """
         on_rank_0(lambda: self._identify(number, described))
         self._totals[number] = batches
@@ -151,7 +151,7 @@ class PredictionFolder:
     def close(self) -> None:
         """Gives the folder back, once nothing is written any more."""
         if self._under_way is not None:
-            self._under_way.exception()  # who wanted to know has asked
+            self._under_way.exception()  # its error was raised by `settle`, or is not wanted
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -226,7 +226,7 @@ class PredictionFolder:
             raise _full(error, path) from error
 
     def _committed(self, hashes: Mapping[str, FileHash]) -> None:
-        # The ranks have said what they have written: this machine may see it later.
+        # The ranks have listed what they have written, which this machine may see later.
         names = sorted({*_shard_names(self.path), *(name for name in hashes if _appears(self.path / name))})
         there = [_shard_done(ShardFile(self.path / name)) for name in names]
         for loader, batches in self._totals.items():

@@ -20,7 +20,7 @@ from fairlead_distributed.predictions.shard_file import ShardFile
 from fairlead_runs.commit import Manifest, read_manifest, verify
 
 _OPEN: Final = 2
-"""Files that are kept open at a time: their pages count as memory of the process."""
+"""Files that are open at a time: their pages count as memory of the process."""
 _ROWS: Final = 256
 """Samples that are read at a time."""
 
@@ -29,16 +29,16 @@ class _Samples(Sequence[Any]):
     """A sequence of which one item is read at a time."""
 
     @overload
-    def __getitem__(self, place: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Any]: ...
-    def __getitem__(self, place: int | slice) -> Any:
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
         """One prediction, or those of a slice as a list."""
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        at = place + len(self) if place < 0 else place
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
-            raise IndexError(f"there is no prediction {place}: there are {len(self)}")
+            raise IndexError(f"there is no prediction {index}: there are {len(self)}")
         return self._one(at)
 
     @abstractmethod
@@ -92,7 +92,7 @@ class LoaderPredictions(_Samples):
         ):
             return torch.cat([column for column in columns if isinstance(column, Tensor)])[self._rows]
         rows = [row for column in columns for row in column]
-        return [rows[place] for place in self._rows]
+        return [rows[index] for index in self._rows]
 
     def _one(self, at: int) -> Any:
         row = int(self._rows[at])
@@ -108,7 +108,7 @@ class LoaderPredictions(_Samples):
 
 
 class Predictions(_Samples):
-    """The predictions in a folder, in the order of the dataset, each sample once, read when they are asked for.
+    """The predictions in a folder, in the order of the dataset, each sample once, read when they are requested.
 
     What `predict_step` returned for a batch is taken apart: a tensor gives its row, a list its item, and a dict or
     tuple of these one with the row or item of each; a named tuple or dataclass comes as a dict, an array as a tensor.

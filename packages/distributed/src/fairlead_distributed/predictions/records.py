@@ -74,7 +74,7 @@ def _rows(value: Tensor, samples: int | None, where: str) -> Tensor | list[Any]:
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
         kind = type(value).__name__ if type(value) is not Tensor else str(value.layout)
         raise UserCodeError(f"{where} is a tensor of a special kind, {kind}", where="predict_step", fix="make it dense")
-    # A copy: a view would keep all of what it is a part of, and the model may write into its own buffer again.
+    # A copy: a view would keep all of what it is a part of, and the model may reuse its buffer.
     own = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if samples is None:
         return own.unsqueeze(0)
@@ -89,7 +89,7 @@ def _unfit(what: str, samples: int | None, instead: str) -> UserCodeError:
     return UserCodeError(
         f"{what}, of a batch of {samples} samples",
         where="predict_step",
-        why="each sample's prediction is saved and found again by the index of the sample",
+        why="each sample's prediction is saved and looked up by the index of the sample",
         fix=f"{_RETURNS}; here {instead}",
     )
 
@@ -117,7 +117,7 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         if value.get("fairlead:kind") == "on":
             return value["state"][1].cpu().contiguous()
-        if value.get("fairlead:kind") == "record":  # without its class, which who reads it need not have
+        if value.get("fairlead:kind") == "record":  # without its class, which a reader need not have
             return _to_cpu(value["state"][2])
         return {key: _to_cpu(item) for key, item in value.items()}
     return type(value)(map(_to_cpu, value)) if isinstance(value, (list, tuple)) else value

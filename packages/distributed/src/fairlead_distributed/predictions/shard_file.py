@@ -104,10 +104,10 @@ def _column(name: str, pieces: list[Column]) -> dict[str, Tensor]:
 
 
 class ShardFile:
-    """One shard; rows are read when they are asked for.
+    """One shard; rows are read when they are requested.
 
     Raises:
-        CheckpointError: It is no whole shard.
+        CheckpointError: It is damaged, or no shard.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,7 +139,7 @@ class ShardFile:
         return {**self.__dict__, "_opened": None, "_ends": {}}
 
     def close(self) -> None:
-        """Closes the file; it is opened again when it is asked."""
+        """Closes the file; it is reopened when rows are read."""
         self._opened, self._ends = None, {}
 
     def indices(self) -> _Numbers:
@@ -163,9 +163,9 @@ class ShardFile:
         if name not in self._ends:
             self._ends[name] = file.get_tensor(f"{name}.lengths").cumsum(0)
         ends = self._ends[name][slice(begin, end)].tolist()
-        places = [int(self._ends[name][begin - 1]) if begin else 0, *ends]
-        data = file.get_slice(f"{name}.bytes")[places[0] : places[-1]].numpy().tobytes()
-        return [decoded(data[a - places[0] : b - places[0]]) for a, b in itertools.pairwise(places)]
+        bounds = [int(self._ends[name][begin - 1]) if begin else 0, *ends]
+        data = file.get_slice(f"{name}.bytes")[bounds[0] : bounds[-1]].numpy().tobytes()
+        return [decoded(data[a - bounds[0] : b - bounds[0]]) for a, b in itertools.pairwise(bounds)]
 
     def records(self, begin: int, end: int) -> list[Any]:
         """Some samples' records; their tensors share no memory with those of other samples."""

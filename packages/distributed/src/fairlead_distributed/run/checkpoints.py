@@ -63,7 +63,7 @@ class GroupRanks:
 class RunCheckpoints(Commits):
     """Writes and reads the checkpoints of a run; each method is called by all ranks together.
 
-    `gather`: a sharded model is written as one file with the full state, in place of a folder of shards.
+    `gather`: a sharded model is written as one file with the full state, instead of a folder of shards.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class RunCheckpoints(Commits):
         metrics: Mapping[str, float],
         metadata: Mapping[str, Any],
         *,
-        place: object,
+        position: object,
     ) -> bool:
         """Writes and commits a checkpoint: this rank's `own` entry and the `shared` one besides the registered state.
 
         Raises:
-            ConfigError: The state holds what could not be read again.
+            ConfigError: The state holds what could not be read back.
             RunFailedError: A weight is not finite, and has to be.
         """
         registry = self._registry
@@ -112,7 +112,7 @@ class RunCheckpoints(Commits):
         form = "gathered" if sharded and self._gather else "sharded" if sharded else "replicated"
         manifest = {**metadata, "state": registry.names(), "form": form, "finite": finite}
         write = {"replicated": self._write, "sharded": self._write_shards, "gathered": self._write_gathered}[form]
-        return self.commit(step, rank_part, partial(write, state), metrics, manifest, place=place)
+        return self.commit(step, rank_part, partial(write, state), metrics, manifest, position=position)
 
     def _write(self, state: Mapping[str, Any], file: Path, commit: Commit) -> Problem:
         if self._rank:

@@ -1,7 +1,7 @@
 """One commit of all ranks together, whatever the engine.
 
 Every rank writes its own file and says its checksum or what went wrong; if all of them are durable, the engine writes
-the shared state, and rank 0 publishes the checkpoint. Otherwise no rank goes on with it.
+the shared state, and rank 0 publishes the checkpoint. Otherwise no rank continues with it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load_part(path: Path, what: str = "a rank's part of the checkpoint") -> Any:
 
 
 def seed_anew(seed: int, step: int, rank: int) -> None:
-    """Seeds the generators of a `data_rank` where there is no state of them: another number of ranks goes on."""
+    """Seeds the generators of a `data_rank` where there is no state of them: another number of ranks continues."""
     number = derive_seed("rank", seed, step, rank)
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -103,7 +103,7 @@ class Commits:
     """Writes and commits the checkpoints of a run; each method is called by all ranks together.
 
     `io` is Lightning's CheckpointIO; where the state is written without one, what copies it elsewhere, or None. `saved`
-    is the step, or the place of the training, that is written, or taken in the background.
+    is the step, or the position in the training, that is written, or taken in the background.
     """
 
     def __init__(self, session: RunSession, ranks: Ranks, io: object, rank: int, config: CheckpointConfig) -> None:
@@ -129,13 +129,13 @@ class Commits:
         metrics: Mapping[str, float],
         metadata: Mapping[str, Any],
         *,
-        place: object = None,
+        position: object = None,
         **event: Any,
     ) -> bool:
         """Writes and commits a checkpoint; a disk that refuses is a warning and an event that name the rank.
 
-        `own` gives this rank's part; its `ConfigError` is raised on all ranks.  `place` is what `saved` becomes, where
-        a step has several places that are worth saving.  Returns, the same on all ranks, whether
+        `own` gives this rank's part; its `ConfigError` is raised on all ranks. `saved` becomes `position`, where
+        a step has several positions that are worth saving. Returns, the same on all ranks, whether
         the checkpoint is written or a backend in the background has taken it.
         """
         if step == self._staged_step:  # its stage may still be written, and this save would write into it
@@ -189,7 +189,7 @@ class Commits:
         # Rank 0 alone knows whether it is saved; all must decide alike whether to save at the end.
         saved = bool(self._ranks.broadcast(error is None or _of_earlier_saves(error, file)))
         if saved:
-            self.saved = step if place is None else place
+            self.saved = step if position is None else position
         if self.session.proof is not None:  # which ends all ranks once its last checkpoint is there
             self.drain(step, **event)
         return saved
@@ -197,7 +197,7 @@ class Commits:
     def through_strategy(self, file: Path, save: Callable[[], None], commit: Commit) -> Problem:
         """Has the strategy write the shared state, and commits it on rank 0, at once or when it is durable.
 
-        Rank 0 gets why it failed, on whichever rank that was; it is not raised, because all go on.
+        Rank 0 gets why it failed, on whichever rank that was; it is not raised, because all continue.
         """
         zero, error = self._ranks.is_global_zero, None
         with committing(self._io if zero else None, commit) as outcome:
@@ -211,16 +211,16 @@ class Commits:
             return error
         return outcome[0] if outcome else raised_by(partial(commit, {}))
 
-    def save_for_sure(self, step: int, save: Callable[[], object], *, place: object = None, **event: Any) -> None:
-        """Saves, unless this step or `place` is saved, and waits until it is durable; if it is not, all ranks raise."""
-        place = step if place is None else place
+    def save_for_sure(self, step: int, save: Callable[[], object], *, position: object = None, **event: Any) -> None:
+        """Saves, unless this step or `position` is saved, and waits until it is durable; else all ranks raise."""
+        position = step if position is None else position
         for _ in range(2):  # what was taken in the background may fail only now
-            if self.saved != place:
+            if self.saved != position:
                 save()
             if self.drain(step, **event):
                 break
             self.saved = None
-        if self.saved != place:
+        if self.saved != position:
             raise self.unsaved(step)
 
     def unsaved(self, step: int) -> CheckpointError:

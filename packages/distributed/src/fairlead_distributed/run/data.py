@@ -47,7 +47,7 @@ class Source:
         epoch: The epoch that it is in, from 0.
         batches: The batches of this epoch that this rank has taken; each counts as trained on when it is handed out.
         over: Whether the epoch has no more of them.
-        passed: Whether the loop was told so in this start.
+        passed: Whether the loop has come to the epoch's end in this start.
     """
 
     def __init__(self, name: str, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
@@ -73,7 +73,7 @@ class Source:
         """Makes a loader ready; the same one as before stays as it is.
 
         A map-style dataset behind torch's own samplers is read in an order that is made of seed and epoch, divided over
-        the `replicas`. A loader with a state of its own is trusted. Another one begins its epoch anew.
+        the `replicas`. A loader with a `state_dict` is trusted. Another one begins its epoch anew.
 
         Raises:
             ConfigError: Which ranks take different batches is not known.
@@ -88,7 +88,7 @@ class Source:
                 loader,
                 lambda: _known(replicas),
                 seed,
-                place=lambda: EpochPosition(self.epoch, self.batches),
+                position=lambda: EpochPosition(self.epoch, self.batches),
                 generator=torch.Generator(),
                 once=lambda: True,  # at its end the epoch is over, also where that is not noticed yet
             )
@@ -178,9 +178,9 @@ class Source:
         """Where it is, as plain data, for a checkpoint of this rank.
 
         Raises:
-            ConfigError: The loader's own state holds what could not be read again.
+            ConfigError: The loader's own state holds what could not be read back.
         """
-        if self._given is None and self._saved is not None:  # not asked for batches in this start
+        if self._given is None and self._saved is not None:  # gave no batches in this start
             return {**copy.deepcopy(dict(self._saved)), "epoch": self.epoch, "batches": self.batches, "over": self.over}
         state: Any = None
         if self._kind == "ordered":
@@ -195,8 +195,8 @@ class Source:
                     why=str(error),
                     fix="return numbers, texts, tensors, arrays, and lists and dicts of them",
                 ) from error
-        place = {"epoch": self.epoch, "batches": self.batches, "over": self.over}
-        return {**place, "kind": self._kind, "state": state}
+        position = {"epoch": self.epoch, "batches": self.batches, "over": self.over}
+        return {**position, "kind": self._kind, "state": state}
 
 
 def _known(replicas: Replicas | None) -> Replicas:

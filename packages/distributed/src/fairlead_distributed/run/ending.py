@@ -1,4 +1,4 @@
-"""What the ranks agree on where a step is over; how a run ends for a stop: what is saved, recorded, requeued, told."""
+"""The boundary between two steps, where the ranks agree on stops and saves; and how a run ends for a stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fairlead_runs.waiting import Standing, grouped, listed, own_standing, ranks
 
 
 class Boundary:
-    """A place to which all ranks come equally often, and where a stop or a checkpoint can be carried out.
+    """A point that all ranks reach equally often, where a stop or a checkpoint can be carried out.
 
     Example:
         >>> match boundary.agreed():  # doctest: +SKIP
@@ -41,7 +41,7 @@ class Boundary:
     def agreed(self) -> Literal["stop", "save"] | None:
         """Whether all ranks stop or save here because somebody has requested it; the engine sees to periodic saves.
 
-        All ranks call it together and get the same answer. A call increments a counter, and talks to nobody.
+        All ranks call it together and get the same answer. A call increments a counter, and sends nothing.
         """
         if self._guard.should_stop():
             return "stop"
@@ -55,7 +55,7 @@ _SAVES: Final = ("save", "stopping")
 """Those in which it writes."""
 
 _SAVE_STALL_S: Final = 600.0
-"""How long a save may stand at one place, and write nothing, until the stop goes on without it."""
+"""How long a save may stand at one line, and write nothing, until the stop continues without it."""
 _CHUNK: Final = 2**24
 """Bytes that count as progress of a save: more than heartbeats write meanwhile."""
 
@@ -81,7 +81,7 @@ class Ending(ABC):
     Args:
         session: The run.
         guard: What noticed the stop.
-        context: Says who has the job started again.
+        context: Says who has the job restarted.
         rank: This rank.
         step: The optimizer step that the training is at.
         saves: Whether it writes checkpoints.
@@ -126,7 +126,7 @@ class Ending(ABC):
 
     @abstractmethod
     def mark_preempting(self) -> None:
-        """Tells loggers of a service that the job will be started again."""
+        """Tells loggers of a service that the job will be restarted."""
 
     @abstractmethod
     def close_loggers(self, status: str) -> None:
@@ -139,11 +139,11 @@ class Ending(ABC):
 
         def progress() -> object:
             if self.session.phase not in _BATCHES:
-                place = place_of_thread()
-                if self.session.phase in _SAVES and not waits_there(place):
-                    return self.session.phase, place, _written_bytes() // _CHUNK
-                # A compiler moves; what else goes on before the first step of a start has nothing to lose.
-                return self.session.phase, place if self.session.phase == "first-batch" else ""
+                line = place_of_thread()
+                if self.session.phase in _SAVES and not waits_there(line):
+                    return self.session.phase, line, _written_bytes() // _CHUNK
+                # A compiler moves; what else happens before the first step of a start has nothing to lose.
+                return self.session.phase, line if self.session.phase == "first-batch" else ""
             return self.batches_done()
 
         overdue = Overdue(
@@ -262,7 +262,7 @@ class Ending(ABC):
         self.session.event("requeue", any_rank=True, by=self._config.name, step=self._step())
 
     def _tell(self, outcome: Any) -> None:
-        saved = "everything is saved" if self._saves else "no checkpoint was asked for"
+        saved = "everything is saved" if self._saves else "no checkpoint was requested"
         if self._lacking is not None:
             saved += f" in {self.session.path}, where the next start must find it: {self._lacking}"
         text = outcome.summary(saved, f" at step {self._step()}", newest_text(self.session.path))
@@ -270,7 +270,7 @@ class Ending(ABC):
             self._say(text)
             # Where it ends late, nothing else says that it was a stop.
             send_report(self._environ, "", outcome.exit_code)
-        elif not send_report(self._environ, text, outcome.exit_code):  # in place of rank 0
+        elif not send_report(self._environ, text, outcome.exit_code):  # instead of rank 0
             to_stderr(text)
 
 

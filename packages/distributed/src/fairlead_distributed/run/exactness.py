@@ -1,4 +1,4 @@
-"""What a start has seen that keeps a resume from being exact: written down for `explain`, and said once."""
+"""What a start has seen that keeps a resume from being exact: recorded for `explain`, and reported once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def kernel_reasons(written: Callable[[str, object], str]) -> Iterator[Inexact]:
 
 
 class ExactnessRecord:
-    """What a start has seen against an exact resume, in `starts/N/exactness.json` for `explain`; each is said once.
+    """What a start has seen against an exact resume, in `starts/N/exactness.json` for `explain`; each is reported once.
 
     Args:
         start: The folder of this start.
@@ -82,7 +82,7 @@ class ExactnessRecord:
     def update(
         self, settings: list[Inexact], seen: list[Inexact], world_size: int, *, silent: Collection[Inexact] = ()
     ) -> None:
-        """The reasons as they are now, on rank 0; `silent` are said elsewhere."""
+        """The reasons as they are now, on rank 0; `silent` are reported elsewhere."""
         content = record(settings=settings, seen=seen, world_size=world_size, job=self._job)
         if content != self._written:
             self._written = content

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from fairlead_distributed.alarms import Alarm, asked_to_stop
+from fairlead_distributed.alarms import Alarm, is_requested_stop
 from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.stacks import flight_recorder_variables, show_stacks_on_signal
 from fairlead_distributed.stuck import GRACE, RankWatch
@@ -59,7 +59,7 @@ def note_out_of_memory(error: BaseException) -> bool:
 _TIMEOUT: Final = timedelta(minutes=30)
 """Torch's own for a collective, where nothing else is known."""
 _HANG_SHARE: Final = 0.8
-"""Nothing has moved for this share of the time-out: all ranks are still there to be asked where they stand."""
+"""Nothing has moved for this share of the time-out: all ranks are still there to dump their stacks."""
 
 
 def name_root_cause(error: BaseException, environ: Mapping[str, str]) -> None:
@@ -72,7 +72,7 @@ def name_root_cause(error: BaseException, environ: Mapping[str, str]) -> None:
 
 
 class SpokenForError(Exception):
-    """This rank has failed as well, and the rank that failed first has said why for all."""
+    """This rank has failed after another one, whose error was reported for all."""
 
 
 class FailureWatch:
@@ -132,10 +132,10 @@ class FailureWatch:
         self._earlier, sys.excepthook = sys.excepthook, self._uncaught
 
     def left_by(self, exception: BaseException | None) -> None:
-        """The training is left; whether an exception will be caught, nobody knows yet."""
+        """The training is left, perhaps by an exception that the script catches."""
         if self._watch is None:
             return
-        if asked_to_stop(exception):
+        if is_requested_stop(exception):
             self.close()
         elif isinstance(exception, SystemExit):
             self.failed(exception)  # no hook of Python's will see it
@@ -149,7 +149,7 @@ class FailureWatch:
         `report` shows the error, where no other rank has failed before.
         """
         note_out_of_memory(error)
-        if self._watch is None or asked_to_stop(error):
+        if self._watch is None or is_requested_stop(error):
             report()
         else:
 
@@ -161,7 +161,7 @@ class FailureWatch:
 
     @contextmanager
     def final(self) -> Iterator[None]:
-        """A block that nobody catches exceptions of: one that leaves it is a failure of this rank.
+        """A block whose exceptions are failures of this rank.
 
         `SpokenForError` leaves it instead where the error of another rank is shown, and this one's is not to be.
         """

@@ -36,7 +36,7 @@ def join_process_group(resolution: Resolution, environ: Mapping[str, str], *, co
     listener = inherited_listener(environ)
     init_process_group(
         backend=resolution.backend,
-        init_method=_meeting_place(resolution),
+        init_method=_rendezvous_address(resolution),
         world_size=resolution.world_size,
         rank=int(resolution.value("global_rank")),
         timeout=timeout,
@@ -60,7 +60,7 @@ def tell_of_failure(resolution: Resolution, environ: Mapping[str, str], why: str
     decline = partial(
         decline_process_group,
         why,
-        init_method=_meeting_place(resolution),
+        init_method=_rendezvous_address(resolution),
         rank=int(resolution.value("global_rank")),
         world_size=resolution.world_size,
         environ=environ,
@@ -70,7 +70,7 @@ def tell_of_failure(resolution: Resolution, environ: Mapping[str, str], why: str
     trouble_of(2 * DECLINE_S, decline)  # they may have failed as well; this rank has an error to show anyway
 
 
-def _meeting_place(resolution: Resolution) -> str:
+def _rendezvous_address(resolution: Resolution) -> str:
     return f"tcp://{resolution.value('main_address')}:{resolution.value('main_port')}"
 
 

@@ -1,4 +1,4 @@
-"""Weights from a file, and a checkpoint of another model, said in the user's terms."""
+"""Weights from a file, and a checkpoint of another model, reported in the user's terms."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def schedule_errors() -> Iterator[None]:
         if found is None:
             raise
         raise RunFailedError(
-            f"a learning-rate schedule was made for {found['total']} steps, and the training goes on beyond them",
+            f"a learning-rate schedule was made for {found['total']} steps, and the training continues beyond them",
             where="configure_optimizers",
             why=f"{str(error).splitlines()[0]}; a schedule that is resumed keeps the length that it was made with",
             fix="train no longer than that (trainer.max_steps, trainer.max_epochs); or make it longer from the start: "
             "total_steps=self.trainer.estimated_stepping_batches with the final max_steps or max_epochs, in a new run; "
-            "to go on from these weights: --resume weights:PATH",
+            "to continue from these weights: --resume weights:PATH",
         ) from error
 
 

@@ -48,7 +48,7 @@ class Owner:
 def remembered(owners: Sequence[Owner], roots: Sequence[Path]) -> dict[str, str]:
     """Each value that the user's objects and modules keep, by its name.
 
-    Values are shown where they are short, else by a digest; those that nobody can look into are left out. Variables of
+    Values are shown where they are short, else by a digest; those that cannot be read are left out. Variables of
     modules and classes count that are in `roots`, the folders of the user's code.
     """
     reader = _Reader([owner.value for owner in owners])
@@ -102,7 +102,7 @@ class _Reader:
     """Reads objects, each of them once; `owners` are read under their own names, wherever else they are held."""
 
     def __init__(self, owners: list[Any]) -> None:
-        self._seen = {id(owner): owner for owner in owners}  # the objects too: an id may be given again
+        self._seen = {id(owner): owner for owner in owners}  # the objects too: an id may be reused
         self._owned = frozenset(self._seen)
         self._left = _VALUES
 
@@ -119,7 +119,7 @@ class _Reader:
             return
         if depth == 0 or self._left <= 0 or id(value) in self._seen:
             return
-        if not isinstance(value, tuple):  # whether two places hold one tuple or two equal ones is no difference
+        if not isinstance(value, tuple):  # it makes no difference whether two names hold one tuple or two equal ones
             self._seen[id(value)] = value
         for end, item in self._parts(value):
             if end:

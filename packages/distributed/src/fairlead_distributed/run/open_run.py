@@ -93,7 +93,7 @@ class OpenRun(ABC):
         copy_to: str | Mapping[str, Any] | None = None,
     ) -> None:
         proof = RankProof.of(environ)
-        if proof is not None:  # which copies nothing, and has nothing started again
+        if proof is not None:  # which copies nothing, and has nothing restarted
             config, copy_to = proof.without_requeue(config, plugins), None
         self.steps = 0
         self.finished: str | None = None
@@ -222,7 +222,7 @@ class OpenRun(ABC):
         """Waits for what is written in the background, on this rank alone: the others may be gone."""
 
     def _close(self, error: BaseException | None) -> None:
-        """Ends this start; an error that leaves the training is recorded, and the other ranks are told."""
+        """Ends this start; an error that leaves the training is recorded, and the other ranks are notified."""
         session, guard = self._opened(), self._guard
         try:
             if self.finished is None and error is not None and not isinstance(error, Stopped):
@@ -268,7 +268,7 @@ class _RunEnding(Ending):
         self._run = run
 
     def batches_done(self) -> object:
-        """Batches and steps, and where the main thread is: nobody else knows how a user's validation gets on."""
+        """Batches and steps, and where the main thread is: a user's validation shows no other progress."""
         return self._run.progress(), place_of_thread()
 
     def copies(self) -> CheckpointCopies | None:

@@ -167,7 +167,7 @@ def _ended(environ: Mapping[str, str], owner: LockOwner) -> str | None:
     """How the job of a lock's owner has ended, where its scheduler says so."""
     plugins = default_plugins()
     for plugin in plugins.distinct("environment").values() if owner.job is not None else ():
-        with suppress(FairleadError):  # of a plugin that nobody may use here
+        with suppress(FairleadError):  # of a plugin that may not be used here
             why = answer(plugins, plugin, "fairlead_over", str, environ=environ, job=owner.job, host=owner.host)
             if why is not None:
                 return f"its job {owner.job} has ended: {why}"
@@ -228,7 +228,7 @@ def _open(
             fallback = downloaded(str(fallback), directory.path)
         check = check_for(deep=compares(resolution.checkpoint_io))
         source = find_resume_source(directory.checkpoints, load, fallback, check=check)
-        batch_plan(resolution, source.own_metadata())  # again: it may have come from elsewhere
+        batch_plan(resolution, source.own_metadata())  # rechecked: it may have come from elsewhere
         resumed_from = str(source.file) if source.file else None
         begins = _weights(weights, directory.path) if source.file is None and weights is not None else None
         start = directory.begin(

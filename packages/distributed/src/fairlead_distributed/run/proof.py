@@ -57,7 +57,7 @@ class RankProof:
         return config.model_copy(update={"requeue": none})
 
     def watch(self, owners: Callable[[], Sequence[Owner]], folders: Sequence[Path] = ()) -> None:
-        """Who keeps values beside the user's own modules, asked whenever they are noted.
+        """Who keeps values beside the user's own modules, called for each note.
 
         Args:
             owners: The objects.

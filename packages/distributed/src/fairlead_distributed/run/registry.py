@@ -40,7 +40,7 @@ _ENGINES: Final = ("lightning.fabric.wrappers", "accelerate.")
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered object; `per_rank`: each rank has one of its own."""
+    """One registered object; `per_rank`: each rank has another one."""
 
     name: str
     value: Any
@@ -77,7 +77,7 @@ class Registry:
             raise ConfigError(
                 f"{name} is sharded by FullyShardedDataParallel",
                 where="Run",
-                why="torch cannot load again what its distributed checkpoints hold of the optimizer (torch 2.13)",
+                why="torch cannot load what its distributed checkpoints hold of the optimizer (torch 2.13)",
                 fix="shard it with torch's fully_shard (Accelerate: fsdp_version=2), "
                 "or train with fairlead.Trainer(strategy='fsdp')",
             )
@@ -133,7 +133,7 @@ class Registry:
                         f"the ranks hold different tensors under the name {name!r}",
                         where=f"Run, rank {rank}",
                         why="modules with other names on each rank are saved as the parts of one model",
-                        fix="give the stages the names of the whole model; or register them for each rank: "
+                        fix="give the stages the names of the full model; or register them for each rank: "
                         "Run(per_rank={...})",
                     )
 
@@ -153,7 +153,7 @@ class Registry:
         """The states of the shared objects, as plain data and tensors; `sharded`: but for modules and optimizers.
 
         Raises:
-            ConfigError: A state holds what could not be read again.
+            ConfigError: A state holds what could not be read back.
         """
         return {
             one.name: _state_of(one)
@@ -212,7 +212,7 @@ def serialize(value: Any, where: str) -> Any:
     """The value as a file holds it, for `from_plain`.
 
     Raises:
-        ConfigError: It holds what could not be read again.
+        ConfigError: It holds what could not be read back.
     """
     try:
         return to_plain(value, where, devices=False)

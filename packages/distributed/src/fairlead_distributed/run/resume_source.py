@@ -83,7 +83,7 @@ _DOWNLOADS = ".downloads"
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """What a start begins from: the file, the checkpoint of ours that it is in, and what the user should be told."""
+    """What a start begins from: the file, the checkpoint of ours that it is in, and the messages for the user."""
 
     file: Path | None = None
     own: Checkpoint | None = None
@@ -99,7 +99,7 @@ def find_resume_source(
 ) -> ResumeSource:
     """`--resume PATH`, else the run's own newest complete checkpoint, else `ckpt_path`, else nothing.
 
-    A checkpoint of its own in which `check` finds damage is passed over; one that was asked for is an error.
+    A checkpoint of the run in which `check` finds damage is passed over; one that was requested is an error.
     """
     if load is not None:
         own = committed(load)

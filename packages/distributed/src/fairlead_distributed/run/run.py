@@ -49,10 +49,10 @@ _TRAIN: Final = "train"
 class Run(OpenRun):
     """A run directory, durable checkpoints, agreed stops and exact resume for a custom training loop.
 
-    Started again, the script resumes from the newest complete checkpoint as if it had not been interrupted: with the
+    Restarted, the script resumes from the newest complete checkpoint as if it had not been interrupted: with the
     same weights, bit for bit. The loop registers all that changes while it trains, takes its batches from `batches()`,
     and calls `step()` once an optimizer step. Between two steps, where the loop asks for its next batch, the run does
-    what is due: a heartbeat, a stop or a save that any rank was asked for, checks of the replicas, a checkpoint.
+    what is due: a heartbeat, a stop or a save that was requested of any rank, checks of the replicas, a checkpoint.
 
     All ranks use it alike; with several, the process group is there before (`fairlead_distributed.process_group`, or
     torch's own). Each rank's random generators (Python, NumPy, torch, CUDA) are in each checkpoint without being given.
@@ -66,13 +66,13 @@ class Run(OpenRun):
         checkpoint: When to save and what to keep, as a `CheckpointConfig` or its fields.
         log_every_n_steps: How often what `step` is given goes into `metrics.csv` and to the loggers.
         loggers: Where what is logged goes besides, as in a job's `trainer`: `["prometheus"]`.
-        finite: Whether a weight that is not finite fails the run, in place of being saved.
+        finite: Whether a weight that is not finite fails the run, instead of being saved.
         on_divergence: What replicas that differ do: fail the run, or give a warning.
         local_buffers: Names or patterns of buffers that differ over the ranks on purpose.
         check_samples: Whether the first batches are compared over the ranks; False where data repeat on purpose.
-        gather: Save a sharded model as one file with the full state, in place of a folder of shards.
+        gather: Save a sharded model as one file with the full state, instead of a folder of shards.
         batch_policy: What stays the same when the run continues with another number of ranks; see `TrainerConfig`.
-        requeue: Who has the job started again after a stop, as in a job's `trainer`; None: what fits this machine.
+        requeue: Who has the job restarted after a stop, as in a job's `trainer`; None: what fits this machine.
         guard: A `PreemptionGuard` that the script has made already.
         per_rank: Objects of which each rank has its own, by name; as `register(..., per_rank=True)`.
         copy_to: An object store to which every checkpoint is copied in the background, as `s3://bucket/runs`, or the
@@ -228,7 +228,7 @@ class Run(OpenRun):
         Args:
             name: How it is called in the checkpoint.
             value: Anything with `state_dict` and `load_state_dict`, or a random generator.
-            per_rank: Each rank has one of its own, such as a stage of a pipeline or a loader with a state.
+            per_rank: Each rank has another one, such as a stage of a pipeline or a loader with a state.
 
         Raises:
             ConfigError: It has no state, the name is taken, or the run is restored already.
@@ -278,8 +278,8 @@ class Run(OpenRun):
             self.steps, self.epoch, self._seed = int(metadata["step"]), int(metadata["epoch"]), int(shared["seed"])
             self.state.update(from_plain(shared["state"]))
             self._saved_sources = mine["loaders"]
-            saves.monitor = saves.monitor or metadata.get("monitor")  # or the best so far would not be kept
-            saves.saved = self._place() if own else None
+            saves.monitor = saves.monitor or metadata.get("monitor")  # or the best so far would be deleted
+            saves.saved = self._position() if own else None
             positions = shared if own else {}
         self._restored = True
         if self.finished is None:
@@ -322,7 +322,7 @@ class Run(OpenRun):
         """The epochs that are left, from the one in which the run was interrupted; `batches` then ends with each.
 
         Args:
-            most: The number of epochs of the whole training; None: `max_epochs`.
+            most: The number of epochs of the training in all starts; None: `max_epochs`.
 
         Example:
             >>> for epoch in run.epochs(10):  # doctest: +SKIP
@@ -352,8 +352,8 @@ class Run(OpenRun):
         Within `epochs`, to the end of the epoch. Otherwise over the epochs, to `max_epochs` or `max_steps`, or without
         end. It takes nothing from the random generators. A `DataLoader` over a map-style dataset is divided over the
         ranks and resumes exactly, also with another number of ranks; its order is made of the seed and the epoch. One
-        with a `state_dict` of its own (torchdata, Hugging Face) is trusted. Another one begins its epoch anew, which is
-        said.
+        with a `state_dict` (torchdata, Hugging Face) is trusted. Another one begins its epoch anew, with a
+        warning.
 
         Args:
             loader: The loader, as it is made in each start.
@@ -415,7 +415,7 @@ class Run(OpenRun):
         session.beat(_TRAIN, self.steps)
         if metrics and self.steps % self._log_every == 0:
             self.log(metrics)
-        if not self._sources:  # nobody asks this run for a next batch
+        if not self._sources:  # no batch is requested from this run
             self._at_boundary()
 
     def due(self, *, every: int) -> bool:
@@ -487,8 +487,8 @@ class Run(OpenRun):
             saves.saved = None
         if self._stepped:
             self._compare()
-        place = self._place()
-        saves.save_for_sure(self.steps, self._save, place=place)
+        position = self._position()
+        saves.save_for_sure(self.steps, self._save, position=position)
         saves.copied()
         self.close_metrics()
         session.complete(step=self.steps, epoch=self.epoch)
@@ -535,7 +535,7 @@ class Run(OpenRun):
     def _save(self) -> bool:
         session, saves = self._opened(), self._saves
         assert saves is not None
-        if saves.saved == self._place():
+        if saves.saved == self._position():
             return True
         session.beat("save", self.steps)
         self._compare()
@@ -559,7 +559,7 @@ class Run(OpenRun):
             "accumulate_grad_batches": self.accumulate_grad_batches,
         }
         metrics = {name: number(name, value) for name, value in self._latest_metrics.items()}
-        saved = saves.save(self.steps, own, shared, metrics, metadata, place=self._place())
+        saved = saves.save(self.steps, own, shared, metrics, metadata, position=self._position())
         self._saved_at = time.monotonic()
         session.beat(self._phase, self.steps)
         return saved
@@ -571,7 +571,7 @@ class Run(OpenRun):
         ending.agreed()
         failure: Exception | None = None
         try:
-            saves.save_for_sure(self.steps, self._save, place=self._place())
+            saves.save_for_sure(self.steps, self._save, position=self._position())
         except Exception as error:
             failure = error
         raise Stopped(ending.carry_out(failure))
@@ -646,7 +646,7 @@ class Run(OpenRun):
                         f"the batches of {source.name!r} are taken beyond the epoch in which they began",
                         where="Run.batches()",
                         why="within run.epochs() they end with each epoch, and are others in the next",
-                        fix=f"call run.batches(..., name={source.name!r}) again in each epoch",
+                        fix=f"call run.batches(..., name={source.name!r}) in each epoch",
                     )
                 if self._just_ended and not source.at_end and self._leads(source):
                     self._at_boundary()
@@ -658,7 +658,7 @@ class Run(OpenRun):
         return self._steps_done() and self._leads(source)
 
     def _leads(self, source: Source) -> bool:
-        """Whether the loop's body is over when this source is asked: another one may be asked within the body."""
+        """Whether the loop's body is over when this source is read: another one may be read within the body."""
         return self._loop_source is None or self._loop_source is source or not self._loop_source.running
 
     def _compare_samples(self) -> None:
@@ -681,7 +681,7 @@ class Run(OpenRun):
     def _steps_done(self) -> bool:
         return self._max_steps is not None and self.steps >= self._max_steps
 
-    def _place(self) -> object:
+    def _position(self) -> object:
         """Where the training is: what a checkpoint is worth saving for."""
         over = [one.over for one in self._sources.values()]
         over += [bool(one["over"]) for name, one in self._saved_sources.items() if name not in self._sources]
@@ -691,7 +691,7 @@ class Run(OpenRun):
         """Changes with each batch and step."""
         return self.steps, self._batches, self._phase
 
-    # -- what is said
+    # -- what is reported
 
     def _add_reason(self, reason: Inexact) -> None:
         if reason not in self._seen:
@@ -762,7 +762,7 @@ def _accumulated(config: Mapping[str, Any]) -> int:
 
 _END: Final = object()
 _NO_BATCHES: Final = Inexact(
-    "the place in an epoch",
+    "the position in an epoch",
     why="the loop in run.epochs() takes no batch from run.batches(): a resume begins the epoch anew",
     fix="for x, y in run.batches(loader)",
 )

@@ -19,7 +19,7 @@ from fairlead_launch.reports import show_without_traceback
 
 
 def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
-    """The run's name and place; a path says both, and that nothing is seeded here."""
+    """The run's name and folder, which a path gives both; nothing is seeded here."""
     if isinstance(run, RunConfig):
         return run
     if run is None:
@@ -93,5 +93,5 @@ def _alone(resolution: Resolution, by: str, connect: str) -> Iterator[Finding]:
         f"{connect.format(devices=devices, nodes=nodes)}",
         where=by,
         why=f"{started.value} comes from {started.reason}",
-        fix="if each is to train alone, give each a run of its own, and export FAIRLEAD_ENVIRONMENT=lightning",
+        fix="if each is to train alone, give each another run, and export FAIRLEAD_ENVIRONMENT=lightning",
     )

@@ -69,6 +69,8 @@ class RunSession:
         self._heartbeat: Heartbeat | None = None
         self.times: StepTimes | None = None
         """Where this rank's time goes, from `join` on."""
+        self.on_phase: Callable[[str], object] | None = None
+        """Is called with this rank's phase at each heartbeat."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks get everything but the lock, which stays with the process that holds it."""
@@ -166,7 +168,7 @@ class RunSession:
     def event(self, name: str, *, any_rank: bool = False, **fields: Any) -> None:
         """Adds a line to the history; a disk that refuses it is a warning.
 
-        From ranks other than 0 only failures, and with `any_rank` what one of them does in place of rank 0. The history
+        From ranks other than 0 only failures, and with `any_rank` what one of them does instead of rank 0. The history
         of a run that another start owns is left alone: `raise_if_replaced` is what ends this one.
         """
         if self._rank != 0 and not any_rank and name not in ("failed", "checkpoint-failed"):
@@ -212,7 +214,7 @@ class RunSession:
             self._heartbeat.beat("stopped" if stopped else "failed", step)
 
     def children_stopped(self, exception: BaseException) -> int | None:
-        """The exit code of ranks that this process has spawned, if they have ended as they were asked to."""
+        """The exit code of ranks that this process has spawned, if they ended for a stop."""
         if not isinstance(exception, ProcessExitedException):
             return None
         names = [event["event"] for event in self._history.read()]

@@ -151,7 +151,7 @@ OnDivergence = Literal["error", "warning", "ignore"]
 
 
 class ReplicaCheck:
-    """Compares what all ranks hold, bit for bit (`first_divergence`), whenever it is asked to.
+    """Compares what all ranks hold, bit for bit (`first_divergence`), whenever it is called.
 
     Args:
         on_divergence: What ranks that differ do: end the run, or give one warning; "ignore" compares nothing.
@@ -217,7 +217,7 @@ class SampleCheck:
 
     Args:
         say: Prints a finding, on rank 0.
-        fix: How data are said to repeat on purpose.
+        fix: How to declare that data repeat on purpose.
     """
 
     def __init__(self, say: Callable[[str], None], fix: str) -> None:

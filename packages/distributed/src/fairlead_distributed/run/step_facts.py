@@ -17,7 +17,7 @@ from fairlead_runs.step_times import STEP_PARTS, RankTimes, StepTimes
 
 _SAMPLED: Final = 50
 """Of how many steps one is timed on the device."""
-_FIRST_SAID_S: Final = 20.0
+_FIRST_REPORT_S: Final = 20.0
 """Seconds in steps after which a slow training is explained, once."""
 
 
@@ -39,7 +39,7 @@ def measure_steps(
     if times is None:
         return
     device = DeviceTimes(times) if torch.cuda.is_available() else None
-    said = False
+    reported = False
 
     def facts() -> Mapping[str, float]:
         return {
@@ -50,10 +50,10 @@ def measure_steps(
         }
 
     def written(own: RankTimes) -> None:
-        nonlocal said
-        if own.rank or said or own.mean_s is None or own.mean_s * own.steps < _FIRST_SAID_S:
+        nonlocal reported
+        if own.rank or reported or own.mean_s is None or own.mean_s * own.steps < _FIRST_REPORT_S:
             return
-        said = True
+        reported = True
         for finding in step_findings([own]):
             say(str(finding))
 

@@ -225,12 +225,12 @@ class Checkpoints(Checkpoint):
             "accumulate_grad_batches": self._accumulate,
             "finite": finite,
         }
-        commits.commit(trainer.global_step, own, write, metrics, metadata, place=_place(trainer), reason=reason)
+        commits.commit(trainer.global_step, own, write, metrics, metadata, position=_place(trainer), reason=reason)
         self._saved_at = time.monotonic()
 
     def _save_for_sure(self, trainer: L.Trainer, reason: str, correct: Correction | None) -> None:
         commit = partial(self._commit, trainer, reason, correct)
-        self._of_run.save_for_sure(trainer.global_step, commit, place=_place(trainer), reason=reason)
+        self._of_run.save_for_sure(trainer.global_step, commit, position=_place(trainer), reason=reason)
 
     @property
     def _of_run(self) -> Commits:

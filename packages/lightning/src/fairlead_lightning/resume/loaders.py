@@ -323,7 +323,7 @@ class Loaders:
         order = replayed_order(
             made,
             seed=derive_seed("evaluation", self.seed),
-            place=lambda: EpochPosition(self._position().epoch, 0),
+            position=lambda: EpochPosition(self._position().epoch, 0),
             generator=torch.Generator(),
         )
         return over(made, order, self.seed)

@@ -204,7 +204,7 @@ class DeepSpeedStrategyConfig(ActivationConfig):
     """Accept optimizers that DeepSpeed does not list as tested with ZeRO."""
     zero_force_ds_cpu_optimizer: bool | Literal["auto"] = "auto"
     """With `offload_optimizer`: accept only DeepSpeed's own optimizer for CPUs, which is compiled when first used.
-    `auto` insists on it on GPUs, as DeepSpeed does, and not on a CPU, where torch's computes in the same place."""
+    `auto` insists on it on GPUs, as DeepSpeed does, and not on a CPU, where torch's runs there as well."""
     communication_data_type: Literal["fp16", "bf16", "fp32"] | None = None
     """The number format in which gradients are sent; None: their own."""
     prescale_gradients: bool = False

@@ -1,4 +1,4 @@
-"""Whole weights, gradients and optimizer state of a model that DeepSpeed has split; collective on all ranks."""
+"""Full weights, gradients and optimizer state of a model that DeepSpeed has split; collective on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fairlead_distributed.objects import gather_objects
 
 
 def parameters(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Each full parameter, by its name in the unsplit model: float32 copies on the CPU.
+    """Each full parameter by its name in the unsplit model: float32 copies on the CPU.
 
     What is trained comes from the master weights, not from the 16-bit ones that are computed with.
     """

@@ -142,7 +142,7 @@ class _Reader:
         return recut(before, now, self._rank)
 
     def _map(self, path: Path) -> Any:
-        """A file whose tensors are read when they are used; at once, where DeepSpeed was set to write no zip file."""
+        """A file whose tensors are read when they are used; in full, where DeepSpeed wrote no zip file."""
         if path not in self._mapped:
             mapped = zipfile.is_zipfile(path)
             self._mapped[path] = torch.load(path, map_location="cpu", mmap=mapped, weights_only=False)  # as DeepSpeed

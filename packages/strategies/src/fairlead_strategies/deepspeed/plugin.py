@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages as a plugin: what it works with, and what is checked before a run."""
+"""DeepSpeed's ZeRO stages as a plugin: what it works with, and its checks before a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fairlead.findings import Inexact
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.deepspeed.settings import (
     WHERE,
+    auto_settings,
     conflicts,
     nvme_findings,
     settings_of,
     sixteen_bits,
     uses_nvme,
-    words_of_others,
 )
 from fairlead_strategies.shared import LightningStrategy
 
@@ -137,7 +137,7 @@ class DeepSpeed(LightningStrategy):
             yield Finding.of(error, "error", "deepspeed-config")
             return
         yield from conflicts(settings, resolution)
-        for path in words_of_others(settings):
+        for path in auto_settings(settings):
             yield Finding(
                 "error",
                 "deepspeed-config",

@@ -1,7 +1,7 @@
 """What one rank writes of ZeRO's optimizer, and what another number of ranks would have written instead.
 
 Stages 1 and 2 lay the parameters of a group end to end and cut that into equal parts, one for each rank. Stage 3 cuts
-each parameter by itself, and lays the parts of a rank end to end. Both are one formula: `Place`.
+each parameter by itself, and lays the parts of a rank end to end. Both are one formula: `Slot`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Read = Callable[[int, int], Tensor]
 """Gives a flat vector by the rank that has it and its number. Only what is needed of it is read."""
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Element i of a parameter is on rank `(lead + i) // part`, there at `base + (lead + i) % part`."""
 
     vector: int
@@ -49,7 +49,7 @@ class Place(NamedTuple):
             first = stop
 
 
-def end_to_end(sizes: Sizes, gaps: Sequence[Sequence[int]], parts: Sequence[int]) -> dict[str, Place]:
+def end_to_end(sizes: Sizes, gaps: Sequence[Sequence[int]], parts: Sequence[int]) -> dict[str, Slot]:
     """Stages 1 and 2.
 
     Args:
@@ -59,30 +59,30 @@ def end_to_end(sizes: Sizes, gaps: Sequence[Sequence[int]], parts: Sequence[int]
 
     Example:
         >>> end_to_end([{"a": 3, "b": 4}], [[1, 0]], [4])["b"]
-        Place(vector=0, numel=4, lead=4, part=4, base=0)
+        Slot(vector=0, numel=4, lead=4, part=4, base=0)
     """
-    found: dict[str, Place] = {}
+    found: dict[str, Slot] = {}
     for vector, (group, behind, part) in enumerate(zip(sizes, gaps, parts, strict=True)):
         lead = 0
         for (name, numel), gap in zip(group.items(), behind, strict=True):
-            found[name] = Place(vector, numel, lead, part, base=0)
+            found[name] = Slot(vector, numel, lead, part, base=0)
             lead += numel + gap
     return found
 
 
-def each_by_itself(sizes: Sizes, ranks: int) -> dict[str, Place]:
+def each_by_itself(sizes: Sizes, ranks: int) -> dict[str, Slot]:
     """Stage 3.
 
     Example:
         >>> each_by_itself([{"a": 3, "b": 4}], ranks=2)["b"]
-        Place(vector=0, numel=4, lead=0, part=2, base=2)
+        Slot(vector=0, numel=4, lead=0, part=2, base=2)
     """
-    found: dict[str, Place] = {}
+    found: dict[str, Slot] = {}
     for vector, group in enumerate(sizes):
         base = 0
         for name, numel in group.items():
             part = -(-numel // ranks)
-            found[name] = Place(vector, numel, 0, part, base)
+            found[name] = Slot(vector, numel, 0, part, base)
             base += part
     return found
 
@@ -95,26 +95,26 @@ class Move:
     """The rank that gets it."""
     width: int
     """Its elements, those included that belong to no parameter."""
-    positions: Sequence[tuple[Place, Place]]
+    slots: Sequence[tuple[Slot, Slot]]
     """For each parameter in it, where it is and where it goes."""
 
     def sources(self) -> list[tuple[int, int]]:
         """The vectors it comes from, by rank and number; the first is always of rank 0, as an example."""
-        found = {(rank, was.vector) for was, goes in self.positions for rank, _, _ in self._stretches(was, goes)}
-        example = 0, self.positions[0][0].vector
+        found = {(rank, was.vector) for was, goes in self.slots for rank, _, _ in self._stretches(was, goes)}
+        example = 0, self.slots[0][0].vector
         return [example, *sorted(found - {example})]
 
     def of(self, read: Read) -> Tensor:
         """The vector, zero where it has no parameter."""
         example = read(*self.sources()[0])
         full = torch.zeros(self.width, dtype=example.dtype, device=example.device)
-        for was, goes in self.positions:
+        for was, goes in self.slots:
             for rank, first, end in self._stretches(was, goes):
                 at, source = goes.offset(first), was.offset(first)
                 full[at : at + end - first] = read(rank, was.vector)[source : source + end - first]
         return full
 
-    def _stretches(self, was: Place, goes: Place) -> Iterator[tuple[int, int, int]]:
+    def _stretches(self, was: Slot, goes: Slot) -> Iterator[tuple[int, int, int]]:
         return was.stretches(*goes.held_by(self.rank))
 
 
@@ -164,7 +164,7 @@ class RankState:
         self._split, self._ranks = split, ranks
 
     @cached_property
-    def positions(self) -> dict[str, Place]:
+    def slots(self) -> dict[str, Slot]:
         """Where each parameter is on all these ranks."""
         sizes = [{name: shape.numel() for name, shape in group.items()} for group in self.shapes]
         if self._split:
@@ -202,7 +202,7 @@ def recut(before: Callable[[int], RankState], now: RankState, rank: int) -> dict
     if len(first.groups) != len(now.groups):
         raise CannotRecutError(f"its optimizer has {len(first.groups)} groups, and this run's {len(now.groups)}")
     moves = [
-        Move(rank, width, [(first.positions[name], now.positions[name]) for name in group])
+        Move(rank, width, [(first.slots[name], now.slots[name]) for name in group])
         for group, width in zip(now.shapes, now.widths, strict=True)
     ]
     states = {one: dict(_moments(before, move)) for one, move in zip(now.ids, moves, strict=True)}

@@ -45,7 +45,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """No: Lightning counts the batches, and is set below when DeepSpeed may step.
+        """No: Lightning counts the batches, and DeepSpeed is notified below when it may step.
 
         DeepSpeed's own count does not know where an epoch ends.
         """
@@ -99,7 +99,7 @@ class DeepSpeedStrategy(LightningDeepSpeedStrategy):
         return optimizer_state(self.deepspeed_engine)
 
     def clipping_norm(self) -> float | None:
-        """The norm of all gradients that DeepSpeed has clipped the last step by; None: it is not known."""
+        """The norm of all gradients that DeepSpeed has clipped the last step by; None: it is unknown."""
         norm = self.deepspeed_engine.get_global_grad_norm()
         return float(norm) if norm is not None else None
 

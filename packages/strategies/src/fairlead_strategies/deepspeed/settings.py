@@ -166,13 +166,13 @@ def conflicts(settings: Mapping[str, Any], resolution: Resolution) -> Iterator[F
         )
 
 
-def words_of_others(settings: Any, path: str = "") -> Iterator[str]:
-    """The paths of `auto`, which only Transformers' Trainer replaces."""
+def auto_settings(settings: Any, path: str = "") -> Iterator[str]:
+    """The paths of the settings that are `auto`, which only Transformers' Trainer replaces."""
     if settings == AUTO:
         yield path
     elif isinstance(settings, Mapping):
         for name, value in settings.items():
-            yield from words_of_others(value, f"{path}.{name}" if path else str(name))
+            yield from auto_settings(value, f"{path}.{name}" if path else str(name))
 
 
 def _given(config: dict[str, Any] | str) -> dict[str, Any]:

@@ -51,15 +51,15 @@ class ExpertMeshes:
         exchange = DeviceMesh(mesh.device_type, neighbours, mesh_dim_names=("others", "expert"))["expert"]
         stage = mesh.get_local_rank("pipeline") if stages > 1 else 0
         owners = []
-        for place in range(stages):
+        for index in range(stages):
             for number in range(ranks):
-                held = numbers[place, :, :, number].reshape(replicas, -1)
+                held = numbers[index, :, :, number].reshape(replicas, -1)
                 # All ranks make all of them: process groups are made together.
                 if replicas > 1:
                     made = DeviceMesh(mesh.device_type, held, mesh_dim_names=("replicate", "expert_shard"))
                 else:
                     made = DeviceMesh(mesh.device_type, held[0], mesh_dim_names=("expert_shard",))
-                if place == stage:
+                if index == stage:
                     owners.append(made)
         return cls(exchange, owners, mesh["tensor"] if tensor > 1 else None)
 
@@ -131,7 +131,7 @@ class Experts:
         """Shards the experts of each mixture over their owners; before what is around them is sharded.
 
         Args:
-            device: Where parameters are held.
+            device: The device of the parameters.
             options: Of `fully_shard`, but for the mesh.
             reshard: Whether they are freed after their forward.
         """
@@ -158,10 +158,10 @@ def _on(owners: DeviceMesh, parameter: nn.Parameter, device: torch.device) -> nn
 def _register(expert: Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Puts a parameter where the expert's own layers had it."""
     *path, last = name.split(".")
-    place = expert
+    parent = expert
     for part in path:
-        if part not in place._modules:
-            place.add_module(part, nn.Module())
-        place = place.get_submodule(part)
-    place.register_parameter(last, parameter)
+        if part not in parent._modules:
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    parent.register_parameter(last, parameter)
     return parameter

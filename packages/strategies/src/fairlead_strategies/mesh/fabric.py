@@ -97,7 +97,7 @@ class FabricMesh(RanksOnMesh, ModelParallelStrategy):
     ) -> dict[str, Any]:
         """Lightning takes a single process's numbers in an optimizer's state for those of the model's parameters.
 
-        Where the optimizer has its groups in another order, moments would be swapped.
+        Where the optimizer has its groups in another order, moments would be exchanged.
         """
         path = Path(self.broadcast(os.fspath(path)))
         named = state if isinstance(state, dict) else {}

@@ -1,4 +1,4 @@
-"""Whole checkpoints of a model in which some parameters lie on some ranks only: those of its experts."""
+"""Full checkpoints of a model in which some parameters lie on some ranks only: those of its experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Held = Mapping[Any, tuple[Any, Any]]
 
 
 def on_first_rank(own: Held, device: torch.device, group: dist.ProcessGroup | None = None) -> dict[Any, Any]:
-    """The entries of a group's ranks on its first, tensors in full and in CPU memory; the others get nothing.
+    """The entries of a group's ranks on its first, tensors complete and in CPU memory; the others get nothing.
 
     A collective of them; without a group, of all ranks.
 
@@ -140,7 +140,7 @@ def _cut(value: Any, parameter: Tensor) -> Any:
 def forget_absent(optimizers: Iterable[Optimizer]) -> None:
     """Drops the state of parameters that this rank does not hold.
 
-    Loading makes some, under the names that the owners' state has as well. It would never change again, and be saved as
+    Loading makes some, under the names that the owners' state has as well. It would never change, and be saved as
     theirs: their count of steps is a plain tensor, of which any rank's is written.
     """
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Splits a module, and the order in which that is done.
+"""Splits a module, in one documented order.
 
 1. **tensor**: layers are cut first, for whatever comes later must see the parameters that a rank really has;
 2. **expert**: experts go to their ranks, before anything is sharded: what follows sees those that a rank has;
@@ -189,7 +189,7 @@ def parallelize(
         experts: Between which ranks experts are divided; None: not, or found from the mesh by a collective of all.
 
     Raises:
-        ConfigError: The module has no layers of the classes, or none that can be split so.
+        ConfigError: The module has no layers of the classes, or none that can be split as requested.
     """
     names = mesh.mesh_dim_names or ()
     for tensor in (*module.parameters(), *module.buffers()):

@@ -190,7 +190,7 @@ class MeshStrategy(LightningStrategy):
 
 
 def checkpoint_findings(config: MeshStrategyConfig, resolution: Resolution) -> Iterator[Finding]:
-    """Whether parts or the full state can be saved as requested."""
+    """Whether shards or a full checkpoint can be saved as configured."""
     takes_shards, name = resolution.checkpoint_io.saves_shards, resolution.checkpoint_io.name
     where = "trainer.strategy.save_distributed_checkpoint"
     if config.save_distributed_checkpoint and not takes_shards:
@@ -386,7 +386,7 @@ def expert_findings(config: HybridStrategyConfig, layout: Layout) -> Iterator[Fi
         yield Finding(
             "error",
             "hybrid-expert",
-            f"expert {layout.expert} with sequence_parallel: a mixture needs full sequences",
+            f"expert {layout.expert} with sequence_parallel: a mixture is to get full sequences",
             where="trainer.strategy.sequence_parallel",
             why="between the blocks each rank of `tensor` has other tokens, and the router would learn of a part",
             fix="sequence_parallel: false; each rank of `tensor` sends a part of the tokens to the experts anyway",

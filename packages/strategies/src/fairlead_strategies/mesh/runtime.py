@@ -181,7 +181,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
 
     @property
     def _gathers(self) -> bool:
-        """Whether rank 0 is to have in full what Lightning cannot gather."""
+        """Whether rank 0 gathers what Lightning cannot gather."""
         return self._beyond_lightning and not (self._saves_shards or self._save_distributed_checkpoint)
 
     @property
@@ -224,7 +224,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         """A full checkpoint, cut as this rank holds it; the weights may be loaded already.
 
         Not so the optimizers' states: Lightning takes their numbers for those of the model's parameters in their order,
-        and where a single process had groups of parameters in another, moments would be swapped.
+        and where a single process had groups of parameters in another, moments would be exchanged.
         """
         assert self.model is not None
         found: dict[str, Any]

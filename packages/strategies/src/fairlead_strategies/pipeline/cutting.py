@@ -28,7 +28,7 @@ def parts_of(
     """For each stage its layers, the same on all ranks: where times are measured, they are rank 0's.
 
     Raises:
-        ConfigError: The config does not fit the layers; the message has `trainer.strategy.split` as its location.
+        ConfigError: The config does not fit the layers; the message names `trainer.strategy.split`.
     """
     try:
         return _parts(module, layers, names, stages, config)

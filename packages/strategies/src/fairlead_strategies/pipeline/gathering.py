@@ -64,7 +64,7 @@ def gather(
 ) -> dict[str, Any]:
     """The entries of all stages, tensors in CPU memory; of an entry that several have, that of the first.
 
-    A collective of all ranks. With `everyone` each rank gets the full state, with its own entries as they are; else
+    A collective of all ranks. With `everyone` each rank has everything in the end, its own entries as it has them; else
     rank 0 has it, and perhaps the first ranks of other pipelines, and the others nothing. One tensor travels at a time.
 
     Args:
@@ -73,7 +73,7 @@ def gather(
         stage: The ranks of its stage, of which some hold nothing of some entries (divided experts); None: each holds a
             part of every entry.
         device: Where tensors are sent from.
-        everyone: Whether all ranks get the full state.
+        everyone: Whether all ranks get everything.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     full: dict[str, Any]
@@ -120,7 +120,7 @@ def _full(value: Any, stage: dist.ProcessGroup | None) -> Any:
 
 
 def local_state(full: Mapping[str, Any], own: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """What this rank loads of a full `state_dict`: without entries of other stages, with unknown ones."""
+    """What this rank loads of a whole `state_dict`: entries of other stages are left out, unknown ones stay."""
     known = set(names.state)
     return {name: like(value, own.get(name)) for name, value in full.items() if name in own or name not in known}
 

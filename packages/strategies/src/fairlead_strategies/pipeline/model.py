@@ -1,4 +1,4 @@
-"""What a LightningModule has to define to be a pipeline, and how it is called.
+"""What a LightningModule has to define to be a pipeline, and how it is read.
 
 `pipeline_layers()` returns its layers in order, each of which takes what the one before returns; the first takes what
 `forward` is given. Where it is left out, the layers are those of the one `nn.Sequential` that has all parameters.
@@ -214,7 +214,7 @@ class PipelinedModule:
 
     @contextmanager
     def _random(self) -> Iterator[None]:
-        """Each stage draws different numbers; then all have the same generators, so that loaders draw alike."""
+        """Each stage draws other numbers, then all continue alike: what loaders draw afterwards is the same."""
         seed = int(torch.randint(2**62, ()))
         with isolated_rng(derive_seed("stage", seed, self.pipeline.rank)):
             yield

@@ -112,7 +112,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         self.model_to_device()
         self._reset_optimizers_and_schedulers()
         if fitting:
-            with split.as_full_model(module) as names:
+            with split.with_all_layers(module) as names:
                 self.setup_optimizers(trainer)
                 self._groups = [named_groups(one, names) for one in self.optimizers]
             own = {id(one) for one in module.parameters()}
@@ -307,7 +307,7 @@ class PipelineStrategy(RanksOnMesh, ModelParallelStrategy):
         return Strategy.load_checkpoint(self, os.fspath(checkpoint_path), weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Rank 0 has the full checkpoint, and writes it."""
+        """Rank 0 has all of it, and writes it."""
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A LightningModule cut into stages: each rank holds its own layers, under the names of the full model."""
+"""A LightningModule cut into stages: each rank keeps the layers of its own, under the names of the full model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Names:
 
     @classmethod
     def of(cls, module: nn.Module) -> Names:
-        """Those of an unsplit module."""
+        """Those of a module with all layers."""
         first: dict[int, str] = {}
         canonical = {
             name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)
@@ -102,7 +102,7 @@ class Split:
     tied: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     """The first name of each weight that other ranks hold too, and the pipeline ranks that do."""
     described: list[str] = field(default_factory=list)
-    """One line for each stage of the pipeline."""
+    """One line for each stage of the full pipeline."""
     elsewhere: list[tuple[nn.Module, str, nn.Module, nn.Module]] = field(default_factory=list)
     """What is on other ranks: where it was (a module and a name in it), the layer without its values, the stand-in."""
 
@@ -114,7 +114,7 @@ class Split:
         return found
 
     @contextmanager
-    def as_full_model(self, module: nn.Module) -> Iterator[dict[int, str]]:
+    def with_all_layers(self, module: nn.Module) -> Iterator[dict[int, str]]:
         """Inside the block the module has all layers, those of other ranks without memory for their values.
 
         Gives the first name of each parameter by its `id`: for `configure_optimizers`, which may want any of them.
@@ -149,7 +149,7 @@ def split_module(
     """Leaves the layers of this rank's stages in the module; those of others become `Elsewhere`.
 
     Args:
-        module: The full model; changed in location.
+        module: The full model; changed in place.
         layers: Its layers in their order.
         names: What they are called.
         parts: For each stage of the pipeline, its layers.

@@ -1,4 +1,4 @@
-"""What stages have in common: the norm of the whole model, and weights that layers of several stages share.
+"""What stages have in common: the norm of the full model, and weights that layers of several stages share.
 
 Each of these stages holds a copy. They begin alike; after each backward pass their gradients are added up, so the
 optimizers of all take the same step.

@@ -46,10 +46,10 @@ class Pipeline:
     """Forward and backward passes of a model whose layers lie on several ranks, with the gradients of one process.
 
     The loss of a batch is the mean of its micro-batches' losses, each weighed by `weight`: by its number of samples, or
-    for a loss that is a mean over tokens by the tokens that count. That is the loss of the whole batch, so the
+    for a loss that is a mean over tokens by the tokens that count. That is the loss of the full batch, so the
     gradients are those of one process, whatever the schedule. At the first step it is checked.
 
-    Shapes and number formats of activations are found in a dry run of the first micro-batch, stage by stage, and again
+    Shapes and number formats of activations are found in a dry run of the first micro-batch, by stages, and once more
     where a batch has another shape.
 
     Args:
@@ -63,7 +63,7 @@ class Pipeline:
         replicas: The ranks with the same stages and other data, whose gradients something else averages (FSDP, DDP);
             None: there are none. Their weights count together, so that their mean is that of one process, too.
         tied: Weights that other ranks hold as well.
-        check_loss: Compare the weighed loss of the micro-batches with that of the whole batch at the first step.
+        check_loss: Compare the weighed loss of the micro-batches with that of the full batch at the first step.
 
     Raises:
         ConfigError: The stages do not fit the schedule; or, at a step, the loss or the batch do not fit.
@@ -105,7 +105,7 @@ class Pipeline:
         self.check_next_batch = True
         """Whether the ranks compare the next batch: one that loads others would train on inputs with wrong targets."""
         self.most_alive: list[int] = []
-        """For each of this rank's stages, the most micro-batches whose activations the last step kept at once."""
+        """For each of this rank's stages, the most micro-batches whose activations the last step stored at once."""
         self.parts = 1
         """Into how many micro-batches the last batch was cut."""
         self._loss, self._weight, self._check_loss = loss, weight, check_loss
@@ -127,7 +127,7 @@ class Pipeline:
         All ranks of the pipeline are given the same batch; the first stage takes the inputs, the last one the target.
 
         Returns:
-            The loss of the whole batch, shape (), without a graph, the same on all ranks.
+            The loss of the full batch, shape (), without a graph, the same on all ranks.
         """
         loss, gradients = self.gradients(*inputs, target=target, **kwargs)
         add_gradients(self.parameters, gradients)
@@ -154,7 +154,7 @@ class Pipeline:
         finally:
             for one, grad in zip(self.parameters, before, strict=True):
                 one.grad = grad
-        return self._whole_loss(weights, target), found
+        return self._full_loss(weights, target), found
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the model returns for a batch, on all ranks of the pipeline; without gradients.
@@ -262,8 +262,8 @@ class Pipeline:
             self._laid_out.popitem(last=False)
         return made, running
 
-    def _whole_loss(self, weights: list[float], target: Any) -> Tensor:
-        """The loss on all ranks; where it was not what the whole batch has, an error on all of them."""
+    def _full_loss(self, weights: list[float], target: Any) -> Tensor:
+        """The loss on all ranks; where it was not what the full batch has, an error on all of them."""
         pair = torch.full((2,), math.nan, dtype=torch.float32, device=self.device)
         if self.is_last:
             total = sum(weights)
@@ -277,7 +277,7 @@ class Pipeline:
             if self._sending is not None:
                 self._sending.wait()
             self._sending = dist.broadcast(pair, group_src=self.owners[-1], group=self.group, async_op=True)
-            # The last stage goes on: the first one is still in its backward passes when the loss is known.
+            # The last stage continues: the first one is still in its backward passes when the loss is known.
             if checked or not self.is_last:
                 self._sending.wait()
         if checked:
@@ -297,7 +297,7 @@ def _compare(mine: float, of_batch: float) -> None:
     if not math.isfinite(of_batch) or abs(mine - of_batch) <= 1e-3 * max(abs(mine), abs(of_batch)):
         return  # a loss that is NaN in one process, too, is noticed elsewhere
     raise ConfigError(
-        "the losses of the micro-batches do not make the loss of the whole batch",
+        "the losses of the micro-batches do not make the loss of the full batch",
         where="pipeline_loss",
         why=f"their weighed mean is {mine:.6g}, that of the full batch {of_batch:.6g}, and so with the gradients",
         fix="for a mean over tokens that are not all counted, say how many are: "

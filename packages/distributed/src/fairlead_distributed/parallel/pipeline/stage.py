@@ -18,7 +18,7 @@ from fairlead.errors import ConfigError
 class PipelineStage(nn.Module):
     """Layers that follow each other, on one device. Each gets what the one before returns.
 
-    Stages that are called one after the other are the whole model, also in one process: the input is brought to the
+    Stages that are called one after the other are the full model, also in one process: the input is brought to the
     stage's device, and gradients go back the same way. For several processes, which each hold one stage or a few, hand
     them to `Pipeline`. A layer that returns a tuple gives its parts to the next one as arguments.
 
@@ -81,7 +81,7 @@ class RunningStage(TorchStage):
         super().__init__(module, index, stages, device, group=group)
         self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.most_alive = 0
-        """The most micro-batches whose activations were kept at the same time, since it was last set to 0."""
+        """The most micro-batches whose activations were stored at the same time, since it was last set to 0."""
         self._buffers: dict[str, Tensor] = {}
         self._torch_frees = not hasattr(self, "fwd_cache")
         """Whether torch itself frees what was received, and puts the model's buffers back: so in 2.15, not in 2.13."""
