@@ -69,8 +69,6 @@ class RunSession:
         self._heartbeat: Heartbeat | None = None
         self.times: StepTimes | None = None
         """Where this rank's time goes, from `join` on."""
-        self.on_phase: Callable[[str], object] | None = None
-        """Is called with this rank's phase at each heartbeat."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Spawned ranks get everything but the lock, which stays with the process that holds it."""
