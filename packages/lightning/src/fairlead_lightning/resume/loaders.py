@@ -255,7 +255,7 @@ class Loaders:
         return over(loader, order, seed)
 
     def _order(self, loader: DataLoader[Any], seed: int, number: int) -> Order:
-        arguments: dict[str, Any] = {"place": self._position, "generator": torch.Generator()}
+        arguments: dict[str, Any] = {"position": self._position, "generator": torch.Generator()}
         arguments["once"] = partial(compat.ends_with_longest, self.trainer)
         dataset, sampler, collate = loader.dataset, loader.sampler, loader.collate_fn
         copied: list[Any] = [dataset, collate] if is_ahead(loader) else []
