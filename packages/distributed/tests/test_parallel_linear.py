@@ -1,4 +1,4 @@
-"""`ColumnParallelLinear`, `RowParallelLinear` and `VocabParallelEmbedding`, against torch's own layers."""
+"""`ColumnParallelLinear` and `RowParallelLinear`, against torch's own layers."""
 
 from __future__ import annotations
 
@@ -14,43 +14,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fairlead_distributed.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fairlead_distributed.testing import run_ranks
 from integration_tests.split_models import Collectives, whole
 
-WIDTH, HIDDEN, TOKENS = 12, 24, 8
+WIDTH, HIDDEN = 12, 24
 
 
 class MLP(nn.Module):
-    """`down_proj(silu(gate_proj(x)))` of embedded tokens."""
+    """`down_proj(silu(gate_proj(x)))`."""
 
-    def __init__(self, embedding: nn.Embedding, gate: nn.Linear, down: nn.Linear) -> None:
+    def __init__(self, gate: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
-        self.embedding, self.gate_proj, self.down_proj = embedding, gate, down
+        self.gate_proj, self.down_proj = gate, down
 
-    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        hidden = x + self.embedding(tokens)
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)))
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)))
         return out
 
 
 def plain() -> MLP:
     torch.manual_seed(3)
-    model = MLP(nn.Embedding(TOKENS, WIDTH, padding_idx=5), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
-    return model.double()
+    return MLP(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).double()
 
 
-def inputs() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 5, WIDTH, generator=generator, dtype=torch.float64)
-    return torch.randint(0, TOKENS, (2, 5), generator=generator), x
+def inputs() -> Tensor:
+    return torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Of the parameters and of the input `x`."""
-    tokens, x = inputs()
-    x.requires_grad_()
-    model(tokens, x).pow(2).sum().backward()
+    x = inputs().requires_grad_()
+    model(x).pow(2).sum().backward()
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
     assert x.grad is not None
     return {**found, "x": x.grad}
@@ -58,17 +53,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def layers(rank: int) -> dict[str, Any]:
     reference = plain()
-    embedding = VocabParallelEmbedding(TOKENS, WIDTH, padding_idx=5, dtype=torch.float64)
     model = MLP(
-        embedding,
         ColumnParallelLinear.from_linear(copy.deepcopy(reference.gate_proj)),
         RowParallelLinear.from_linear(copy.deepcopy(reference.down_proj)),
     )
-    embedding.load_state_dict(reference.embedding.state_dict())
-    tokens, x = inputs()
-    expected = reference(tokens, x)
+    x = inputs().requires_grad_()
+    expected = reference(x)
     with Collectives() as forward:
-        out = model(tokens, x)
+        out = model(x)
     with Collectives() as backward:
         out.sum().backward()
     model.zero_grad()
@@ -80,9 +72,6 @@ def layers(rank: int) -> dict[str, Any]:
     drawn = [whole(layer.weight) for layer in made]
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, HIDDEN).weight
-    for token in (-1, TOKENS):
-        with pytest.raises(IndexError, match="not in the vocabulary of 8"):
-            embedding(torch.tensor([token]))
     gathered = ColumnParallelLinear.from_linear(copy.deepcopy(reference.gate_proj), gather_output=True)
     return {
         "output": float((out - expected).detach().abs().max()),
@@ -104,8 +93,7 @@ def test_a_split_mlp_equals_a_whole_one(ranks: int) -> None:
         assert min(found["live"].values()) > 1e-3
         assert max(found["gradients"].values()) < 1e-11, found["gradients"]
         assert found["gathered"] < 1e-12
-        # The embedding's and the pair's; backward, the pair's alone.
-        assert found["forward"] == {"allreduce": 2}
+        assert found["forward"] == {"allreduce": 1}
         assert found["backward"] == {"allreduce": 1}
         assert found["state"]
         assert found["same draws"]
@@ -114,15 +102,15 @@ def test_a_split_mlp_equals_a_whole_one(ranks: int) -> None:
 
 def test_one_process_has_torchs_own_layers() -> None:
     torch.manual_seed(0)
-    ours = ColumnParallelLinear(WIDTH, HIDDEN), RowParallelLinear(HIDDEN, WIDTH), VocabParallelEmbedding(TOKENS, WIDTH)
+    ours = ColumnParallelLinear(WIDTH, HIDDEN), RowParallelLinear(HIDDEN, WIDTH)
     torch.manual_seed(0)
-    theirs = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.Embedding(TOKENS, WIDTH)
+    theirs = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
     pairs: list[tuple[Any, Any]] = [*zip(ours, theirs, strict=True)]
     for one, other in pairs:
         assert isinstance(one, type(other))
         assert torch.equal(one.weight, other.weight)
         assert type(one.weight) is nn.Parameter
-        x = torch.arange(TOKENS) if isinstance(other, nn.Embedding) else torch.randn(3, other.weight.shape[1])
+        x = torch.randn(3, other.weight.shape[1])
         assert torch.equal(one(x), other(x))
         assert one.state_dict().keys() == other.state_dict().keys()
     assert pickle.loads(pickle.dumps(ours[0])).weight.equal(ours[0].weight)
@@ -133,7 +121,6 @@ def wrong(rank: int) -> list[str]:
     calls: list[Any] = [
         lambda: ColumnParallelLinear(4, 7),
         lambda: RowParallelLinear(7, 4),
-        lambda: VocabParallelEmbedding(9, 4),
         lambda: ColumnParallelLinear(4, 8, mesh=two),
     ]
     said = []
@@ -145,10 +132,9 @@ def wrong(rank: int) -> list[str]:
 
 
 def test_sizes_that_cannot_be_divided_are_refused() -> None:
-    columns, rows, vocabulary, mesh = run_ranks(wrong, 2)[0]
+    columns, rows, mesh = run_ranks(wrong, 2)[0]
     assert "7 output features cannot be divided among 2 ranks" in columns
     assert "ColumnParallelLinear(4, 7)" in columns
     assert "use 8 output features" in columns
     assert "7 input features cannot be divided among 2 ranks" in rows
-    assert "9 tokens of the vocabulary cannot be divided among 2 ranks" in vocabulary
     assert "a mesh of 2 dimensions" in mesh

@@ -24,13 +24,20 @@ from fairlead.errors import CheckpointError
 
 Outcome = dict[str, Any]
 BF16 = {"precision": "bf16-true"}
+
+
+def own(zero: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """DeepSpeed's own configuration, for what is no field."""
+    return {"config": {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **others}}
+
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "1": ("deepspeed", {}, {}),
-    "2": ("deepspeed_stage_2", {"round_robin_gradients": True, "parameter_alignment": True}, {}),
+    "2": ("deepspeed", own({"stage": 2, "round_robin_gradients": True, "parameter_alignment": True}), {}),
     "2_offload": ("deepspeed_stage_2_offload", {}, {}),
     "3": ("deepspeed", {"stage": 3, "sub_group_size": 20}, {}),
     "3_offload": ("deepspeed_stage_3_offload", {}, {}),
-    "1_bf16": ("deepspeed", {"grad_accum_dtype": "fp32"}, BF16),
+    "1_bf16": ("deepspeed", own({"stage": 1}, data_types={"grad_accum_dtype": "fp32"}), BF16),
     "2_bf16": ("deepspeed_stage_2", {}, BF16),
 }
 """The strategy, fields of it, and arguments of the trainer.

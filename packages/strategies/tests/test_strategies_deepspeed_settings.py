@@ -14,9 +14,7 @@ from fairlead import Finding, PluginManager, PrecisionConfigBase, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.open_union import parse_backend
 from fairlead_strategies import DeepSpeedStrategyConfig
-from fairlead_strategies.deepspeed.config import ZeroConfig
 from fairlead_strategies.deepspeed.settings import settings_of
-from fairlead_strategies.shared import ProcessGroupConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of DeepSpeed's own imports
 
@@ -43,34 +41,25 @@ LIGHTNINGS = {
     "stage": (1, 0),
 }  # fmt: skip
 """Ours and DeepSpeed's defaults, where Lightning has others; the stage is document A's."""
-LEFT_OUT = {
-    "elastic_checkpoint", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "legacy_stage1",
-    "stage3_gather_fp16_weights_on_model_save", "offload_param", "offload_optimizer", "zenflow", "leaf_module",
-}  # fmt: skip
-"""What DeepSpeed calls deprecated, what has fields of its own, and what is for `config` only."""
 
 
-def test_every_setting_of_zero_is_a_field_with_the_same_default() -> None:
-    """DeepSpeed's own model is asked: a new setting, or another default, fails here."""
+def test_the_fields_have_deepspeeds_names_and_defaults() -> None:
+    """DeepSpeed's own model is compared: another name or default fails here."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    theirs = {(f.alias or n): (f.default, f.is_required()) for n, f in DeepSpeedZeroConfig.model_fields.items()}
+    theirs = {(f.alias or n): f.default for n, f in DeepSpeedZeroConfig.model_fields.items()}
     ours = settings_of(DeepSpeedStrategyConfig(), "cpu")["zero_optimization"]
-    assert ours.keys() == theirs.keys() - LEFT_OUT
-    assert set(ours) == ZeroConfig.model_fields.keys() - ProcessGroupConfig.model_fields - {"config"}
-    different = {name: (ours[name], theirs[name][0]) for name in ours if ours[name] != theirs[name][0]}
+    different = {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
     assert different == LIGHTNINGS
 
 
-def test_every_field_of_offloading_reaches_deepspeed(plugins: PluginManager) -> None:
-    """Each under DeepSpeed's name, and DeepSpeed accepts them all."""
+def test_offloading_reaches_deepspeed(plugins: PluginManager) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     config: Any = parse_backend("strategy", "deepspeed_stage_3_offload_nvme", plugins)
-    zero = settings_of(config, "cuda")["zero_optimization"]
-    taken = DeepSpeedZeroConfig(**zero)
-    assert set(zero["offload_optimizer"]) == set(type(taken.offload_optimizer).model_fields)
-    assert set(zero["offload_param"]) == set(type(taken.offload_param).model_fields)
+    taken = DeepSpeedZeroConfig(**settings_of(config, "cuda")["zero_optimization"])
+    for part in (taken.offload_optimizer, taken.offload_param):
+        assert (part.device, str(part.nvme_path), part.pin_memory) == ("nvme", "/local_nvme", False)
 
 
 @pytest.mark.parametrize(("device", "forced"), [("cpu", False), ("cuda", True)])
@@ -147,9 +136,6 @@ def test_what_cannot_be_used_is_said_before_the_run(plugins: PluginManager, rank
     assert (auto.severity, auto.code) == ("error", "deepspeed-config")
     assert "optimizer.params.lr is `auto`" in auto.what
     assert (optimizer.severity, optimizer.code) == ("info", "deepspeed-optimizer")
-    typed = DeepSpeedStrategyConfig.model_validate({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
-    assert [one.code for one in found(plugins, ranks.resolution(typed))] == ["deepspeed-optimizer"]
-    assert settings_of(typed, "cpu")["optimizer"] == {"type": "AdamW", "params": {"lr": 0.1}}
 
 
 @pytest.mark.parametrize(("inside", "severity"), [(True, "error"), (False, "warning")])
@@ -185,13 +171,9 @@ def test_nvme_without_its_library_is_refused_with_the_apt_line(
     ("fields", "says"),
     [
         ({"stage": 2, "offload_optimizer": True, "offload_optimizer_device": "nvme"}, "needs `stage: 3`"),
-        ({"stage": 3, "compute_grad_norm": False}, "works with `stage` 1 and 2"),
-        ({"scheduler": {"type": "WarmupLR"}}, "which is not given"),
-        ({"optimizer": {"type": ""}}, "at least 1 character"),
-        ({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "Cosine"}}, "WarmupLR"),
-        ({"offload_optimizer_ratio": 1.5}, "less than or equal to 1"),
+        ({"stage": 2, "offload_parameters": True}, "needs `stage: 3`"),
+        ({"stage3_max_live_parameters": -1}, "greater than or equal to 0"),
         ({"config": {}, "stage3_param_persistence_threshold": 0}, "no effect beside `config`"),
-        ({"communication_data_type": "fp8"}, "'fp16', 'bf16' or 'fp32'"),
     ],
 )
 def test_wrong_fields_are_refused_with_the_reason(fields: dict[str, Any], says: str) -> None:

@@ -45,7 +45,7 @@ LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE"
         (2, {"name": "deepspeed", "process_group_backend": "nccl"}, "not known"),
         (2, {"name": "deepspeed", "stage": 3, "load_full_weights": True}, "not exact"),
         (2, {"name": "deepspeed", "config": {"zero_optimization": {"stage": 2}}}, "exact"),
-        (2, {"name": "deepspeed", "optimizer": {"type": "OneBitAdam"}}, "not known"),
+        (2, {"name": "deepspeed", "config": {"optimizer": {"type": "OneBitAdam"}}}, "not known"),
     ],
 )
 def test_what_strategies_say(ranks: int, strategy: Any, expected: Verdict) -> None:

@@ -72,7 +72,7 @@ class Attributes:
         self._saved: dict[str, Any] = {}
 
     def elsewhere(self, *objects: object) -> None:
-        """Before any is watched: objects that are saved in another way, or not at all, whoever holds them."""
+        """Before any is watched: objects that are saved elsewhere, or not at all, whatever attribute has them."""
         self._elsewhere.update((id(one), one) for one in objects)
         self._not_looked_into = self._elsewhere
 
@@ -121,7 +121,7 @@ class Attributes:
         self._mark_anew()
 
     def _mark_anew(self) -> None:
-        """What is watched by now, the loaders' data sets too, is saved under its own name, whoever else holds it."""
+        """What is watched by now, the loaders' data sets too, is saved under its own name only."""
         same = {
             name: [path for path, value in self._leaves(holder, beginning=True) if not self._moved(holder, path, value)]
             for name, holder in self._holders.items()
@@ -213,7 +213,7 @@ class Attributes:
             yield key, value
 
     def _is_gone_into(self, holder: _Holder, value: object) -> bool:
-        """An object of the user's, which has no state of its own, or one of torch's data sets around another."""
+        """Whether its attributes are watched: an object of the user's without a `state_dict`, or a wrapped data set."""
         if isinstance(value, (*_DATA, nn.Module)) or is_stateful(value) or record_of(value) is not None:
             return False
         kind = type(value)

@@ -143,7 +143,7 @@ class Order(ABC):
         self._resume, self._resumed_in = dict(state), self._position().epoch
 
     def begun(self) -> None:
-        """The training has gone on: the next iterator begins an epoch."""
+        """The training has taken a batch since: the next iterator begins an epoch."""
         self._resume, self._resumed_in = None, -1
 
     @abstractmethod
@@ -204,7 +204,7 @@ class ShardedOrder(Order):
 class ReplayedOrder(Order):
     """The batches of any other sampler or batch sampler: redrawn from a seed of the epoch, the first ones skipped.
 
-    What it draws comes from generators of this order; a `torch.Generator` of its own is seeded for each epoch. One with
+    What it draws comes from generators of this order; its own `torch.Generator` is seeded for each epoch. One with
     `state_dict` and `load_state_dict` (`stateful`) begins the epoch with the state that it had when the epoch began.
     """
 
@@ -254,7 +254,7 @@ class ReplayedOrder(Order):
             length = sys.maxsize
         for number, batch in enumerate(itertools.islice(batches, length), start=1):
             if number == length and self.is_stateful:
-                # Nobody asks for more than the last one, and many a sampler begins its next epoch behind its last
+                # No batch after the last one is requested, and many samplers begin their next epoch behind their last
                 # `yield`; one that has another batch gets it back.
                 state = self._state()
                 if next(batches, _END) is not _END:

@@ -1,8 +1,8 @@
-"""Do all ranks make the same call? Compared over the store before a collective, where it is not too late to say so.
+"""Checks over the store, before a collective runs, that all ranks make the same call.
 
-Each rank says what it is about to call, and from which line. The first to come sets what all others have to call too;
-one that calls something else says so at once, and every rank gets the same report instead of a hang. It costs a rank
-five short questions to the store, and no device has to be waited for.
+Each rank announces its call and the line that makes it. The first one sets what all others have to call; where one
+calls something else, every rank gets the same report at once instead of a hang. It costs five short requests to the
+store, and no synchronization of the device.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _meet(box: StoreMailbox, ranks: Sequence[int], call: Call, seconds: float) -
 
     slow = SlowWait(slow_line)
     while not box.has(verdict):
-        # Not by a wait of the store: one that runs out makes torch print lines of its own.
+        # Not by a wait of the store: torch prints warnings when one runs out.
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
         if time.monotonic() >= began + seconds:

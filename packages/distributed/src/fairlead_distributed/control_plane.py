@@ -18,7 +18,7 @@ from fairlead_distributed.process_group import group_store
 from fairlead_runs.mailbox import LONG, StoreMailbox
 
 _of_groups: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
-"""Those of process groups, as long as somebody uses them."""
+"""Those of process groups, as long as they are used."""
 
 _END_S: Final = 15.0
 
@@ -29,7 +29,7 @@ class _Listener(NamedTuple):
 
 
 class ControlPlane:
-    """A rank's thread for messages, and its connections to the store. The thread runs while somebody listens.
+    """A rank's thread for messages, and its connections to the store. The thread runs while there are listeners.
 
     A ConfigError where this kind of store cannot be shared between threads.
     """
@@ -45,7 +45,7 @@ class ControlPlane:
 
     @classmethod
     def of_process_group(cls) -> ControlPlane:
-        """That of torch's default process group: one, whoever asks for it; a ValueError where there is no group."""
+        """That of torch's default process group: one for all callers; a ValueError where there is no group."""
         rank, store = dist.get_rank(), group_store()
         assert store is not None  # or `get_rank` would have raised
         for plane in _of_groups:
@@ -70,7 +70,7 @@ class ControlPlane:
         hear: Callable[[StoreMailbox], float | None],
         lost: Callable[[Exception], None],
     ) -> None:
-        """Has the thread call `hear` over its own connection, at once and whenever somebody rings.
+        """Has the thread call `hear` over its own connection, at once and whenever a rank rings.
 
         `hear` returns after how many seconds it wants to look without being rung, or None when it has heard all.
         `lost` is called instead, once, when the store has gone, or `hear` has raised.

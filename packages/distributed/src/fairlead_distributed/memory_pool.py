@@ -1,4 +1,4 @@
-"""How much memory a block of code takes for tensors: on CUDA in a pool of its own, on a CPU by counting."""
+"""How much memory a block of code takes for tensors: on CUDA in a separate pool, on a CPU by counting."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Answer(NamedTuple):
 
 
 def look(host: str, port: int, identity: str, patience: float) -> Answer:
-    """Looks at one port, without saying anything to whoever listens there."""
+    """Reads what a service on one port sends, and sends nothing."""
     try:
         with socket.create_connection((host, port), timeout=patience) as connection:
             address = str(connection.getpeername()[0])
@@ -124,7 +124,7 @@ def why_unreached(error: OSError, host: str) -> str:
 
 
 def _read(connection: socket.socket) -> bytes | None:
-    """What somebody says of himself; None when it is nothing."""
+    """The first line that a service sends; None when it sends nothing."""
     try:
         return connection.makefile("rb").readline(_LONGEST)
     except TimeoutError:

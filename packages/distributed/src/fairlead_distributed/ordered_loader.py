@@ -162,7 +162,7 @@ def begins_anew(loader: Any) -> Inexact:
 
 
 def may_differ(loader: Any) -> Iterator[Inexact]:
-    """What of a loader with a position keeps its batches from being known to be the same."""
+    """Reasons why the batches of a loader with a position may differ after a resume."""
     if is_stateful(loader):
         yield from _trusted(loader)
         return
@@ -191,7 +191,7 @@ def may_differ(loader: Any) -> Iterator[Inexact]:
 
 
 def _trusted(loader: Any) -> Iterator[Inexact]:
-    """What only `--prove-resume` can show of a loader with a state of its own."""
+    """Reasons why a loader with a `state_dict` may resume differently, which only `--prove-resume` can tell."""
     if getattr(loader, "num_workers", 0):
         yield Inexact(
             f"the workers of a {type(loader).__name__}",

@@ -103,7 +103,7 @@ def _on_hosts(who: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
 
 
 def absent_lines(missing: Sequence[int], came: Mapping[int, RankFacts], start: Start | None) -> list[str]:
-    """Who did not come, with their hosts where the launcher tells them."""
+    """The missing ranks, with their hosts where the launcher provides them."""
     lines = []
     if start is not None and start.rank_hosts and max(missing) < len(start.rank_hosts):
         by_host: dict[str, list[int]] = {}

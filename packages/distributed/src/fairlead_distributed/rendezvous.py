@@ -151,7 +151,7 @@ class _Meeting:
         return f"rank 0 waits at {self.where} for {hosts}; it gives up in {left:.0f} s" if missing else None
 
     def absent(self, generation: int) -> dict[str, Any] | None:
-        """Who did not come; None when the last one was only not counted yet."""
+        """The verdict with the missing ranks; None when all have come meanwhile."""
         world_size = self.mailbox.world_size
         missing = self.mailbox.missing(f"{generation}/facts")
         if not missing:

@@ -27,7 +27,7 @@ class ResumableDistributedSampler(DistributedSampler[int]):
     **The position counts samples that were trained on**, over all ranks. Drawing does not move it, since the workers of
     a loader draw ahead. The loop moves it: it takes its batches from `batches(loader)`, or calls `advance()` after each
     step (and `end_epoch()` where it leaves an epoch early), or sets `consumed`. When an epoch is consumed, the position
-    becomes (epoch + 1, 0) by itself; nobody needs to call `set_epoch`. `iter()` starts at the position of its call.
+    becomes (epoch + 1, 0) by itself; `set_epoch` need not be called. `iter()` starts at the position of its call.
 
     When the samples do not divide by the ranks, the ranks that have one less repeat samples from the start of the
     epoch's order, as torch's sampler does; with `drop_last` the ranks that have one more leave it out. It is torch's

@@ -124,7 +124,7 @@ def show_stacks_on_signal() -> bool:
     """From now on SIGQUIT makes this process show the stacks of all threads on stderr, and continue.
 
     That works also while C code holds the interpreter's lock. Returns whether it is installed: a handler that
-    somebody else has installed stays.
+    the user has installed stays.
     """
     if signal.getsignal(_STACK_SIGNAL) not in (signal.SIG_DFL, signal.SIG_IGN):
         return False

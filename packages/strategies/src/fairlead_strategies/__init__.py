@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fairlead_strategies.ddp import DDPStrategyConfig
-from fairlead_strategies.deepspeed.config import DeepSpeedOptimizer, DeepSpeedScheduler, DeepSpeedStrategyConfig
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision
 from fairlead_strategies.mesh.plugins import (
@@ -18,8 +18,6 @@ from fairlead_strategies.xla import XLAStrategyConfig
 
 __all__ = [
     "DDPStrategyConfig",
-    "DeepSpeedOptimizer",
-    "DeepSpeedScheduler",
     "DeepSpeedStrategyConfig",
     "FSDP2MixedPrecision",
     "FSDP2StrategyConfig",

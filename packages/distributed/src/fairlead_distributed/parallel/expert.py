@@ -55,7 +55,7 @@ class AbsentExpert(nn.Module):
 
     Args:
         expert: What it stands for.
-        rank: Who has it, of the mesh.
+        rank: The rank of the mesh that has it.
     """
 
     def __init__(self, expert: nn.Module, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings whose weights are split over ranks, for custom models."""
+"""Linear layers whose weights are split over ranks, for custom models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fairlead.errors import ConfigError
-from fairlead_distributed.parallel._layers import Column, Row, VocabularyRows, check_divisible
+from fairlead_distributed.parallel._layers import Column, Row, check_divisible
 from fairlead_distributed.process_group import rank_device
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 L = TypeVar("L", bound="ColumnParallelLinear | RowParallelLinear")
 
@@ -124,54 +124,14 @@ class RowParallelLinear(Row, nn.Linear):
             self.split(mesh)
 
 
-class VocabParallelEmbedding(VocabularyRows, nn.Embedding):
-    """An embedding whose rows are split over ranks; on one rank, `torch.nn.Embedding`.
-
-    Each rank looks up the tokens that it has, and the results are added up: one all-reduce.
-
-    Args:
-        num_embeddings: Size of the vocabulary.
-        embedding_dim: Size of a vector, which every rank gets in full.
-        padding_idx: A token whose vector is not trained.
-        mesh: A mesh of one dimension; by default all ranks of the process group.
-        device: Where the weights are.
-        dtype: Their type.
-
-    Raises:
-        ConfigError: The ranks cannot share the vocabulary evenly, or the mesh has several dimensions.
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        *,
-        mesh: DeviceMesh | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        mesh = one_dimension(mesh)
-        if mesh is not None:
-            where = f"VocabParallelEmbedding({num_embeddings}, {embedding_dim})"
-            check_divisible(num_embeddings, mesh.size(), "tokens of the vocabulary", where)
-            self.split(mesh)
-
-
-def world_mesh() -> DeviceMesh | None:
-    """All ranks in one dimension, or None for one process."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    backends = dist.get_backend_config(dist.group.WORLD)
-    kind = rank_device().type
-    return DeviceMesh(kind if kind in backends or kind == "cpu" else "cpu", list(range(dist.get_world_size())))
-
-
 def one_dimension(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The mesh to split over (by default, all ranks), or None where there is one rank."""
     if mesh is None:
-        return world_mesh()
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        backends = dist.get_backend_config(dist.group.WORLD)
+        kind = rank_device().type
+        return DeviceMesh(kind if kind in backends or kind == "cpu" else "cpu", list(range(dist.get_world_size())))
     if mesh.ndim != 1:
         raise ConfigError(
             f"a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}",

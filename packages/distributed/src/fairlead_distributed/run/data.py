@@ -158,7 +158,7 @@ class Source:
         """The epoch has no more batches.
 
         Raises:
-            ConfigError: It had none at all: without an end, its epochs would go round for ever.
+            ConfigError: It had none at all: without batches, its epochs would never end.
         """
         if not self.batches:
             raise ConfigError(

@@ -39,7 +39,7 @@ class Boundary:
         self._guard = guard
 
     def agreed(self) -> Literal["stop", "save"] | None:
-        """Whether all ranks stop or save here because somebody has requested it; the engine sees to periodic saves.
+        """Whether all ranks stop or save here because it was requested; periodic saves are the engine's.
 
         All ranks call it together and get the same answer. A call increments a counter, and sends nothing.
         """
@@ -81,7 +81,7 @@ class Ending(ABC):
     Args:
         session: The run.
         guard: What noticed the stop.
-        context: Says who has the job restarted.
+        context: Has the settings of the requeue.
         rank: This rank.
         step: The optimizer step that the training is at.
         saves: Whether it writes checkpoints.

@@ -1,4 +1,4 @@
-"""What a start has seen that keeps a resume from being exact: recorded for `explain`, and reported once."""
+"""Reasons why a resume is not exact, as a start has seen them: recorded for `explain`, and reported once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEEDED_BELOW = 2**32
 
 
 def loop_reasons(registry: Registry) -> Iterator[Inexact]:
-    """What of a custom training loop keeps a resume from being exact, or may."""
+    """Reasons why a resume of a custom training loop is not exact, or may not be."""
     if torch.initial_seed() >= _SEEDED_BELOW:
         yield unseeded("torch.manual_seed(1)")
     modules, optimizers = registry.modules(), registry.optimizers()
@@ -59,7 +59,7 @@ def unseeded(line: str) -> Inexact:
 
 
 def kernel_reasons(written: Callable[[str, object], str]) -> Iterator[Inexact]:
-    """What this process's choice of GPU kernels keeps from being exact; `written` formats a setting."""
+    """Reasons why this process's GPU kernels may not repeat their bits; `written` formats a setting."""
     requested = torch.are_deterministic_algorithms_enabled()
     warns = "warn" if requested and torch.is_deterministic_algorithms_warn_only_enabled() else requested
     yield from inexact_kernels(warns, torch.backends.cudnn.benchmark, written)

@@ -22,8 +22,8 @@ from fairlead_launch.reports import REPORT_FD
 def join_process_group(resolution: Resolution, environ: Mapping[str, str], *, config_hash: str | None = None) -> None:
     """Makes this rank one of its group, if a launcher started several; Lightning then uses that group.
 
-    It has to be before the run directory is opened, since one of them decides for all. Who is missing after
-    `environment.preflight_timeout`, or has another `config_hash`, is named on every rank.
+    It has to be before the run directory is opened, since one of them decides for all. Ranks that are missing after
+    `environment.preflight_timeout`, or have another `config_hash`, are named on every rank.
     """
     apply_network_settings(resolution, environ)  # ranks that Lightning starts from this process inherit them
     if not resolution.topology.launched or resolution.world_size == 1 or dist.is_initialized():

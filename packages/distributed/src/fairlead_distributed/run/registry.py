@@ -29,7 +29,7 @@ MODEL: Final = "model (by names of the unsplit model)"
 """The key of the shared modules' state, where it is sharded or gathered."""
 OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
 OTHERS: Final = "meta.pt"
-"""What of the shared state torch's distributed checkpoint does not take, in its folder."""
+"""The file, in its folder, with the shared state that torch's distributed checkpoint does not take."""
 
 Layout = Literal["replicated", "sharded", "stages"]
 """What the ranks hold of the registered modules: all the same; shards of it; or other modules, as of a pipeline."""

@@ -72,7 +72,7 @@ class Run(OpenRun):
         check_samples: Whether the first batches are compared over the ranks; False where data repeat on purpose.
         gather: Save a sharded model as one file with the full state, instead of a folder of shards.
         batch_policy: What stays the same when the run continues with another number of ranks; see `TrainerConfig`.
-        requeue: Who has the job restarted after a stop, as in a job's `trainer`; None: what fits this machine.
+        requeue: How the job is restarted after a stop, as in a job's `trainer`; None: what fits this machine.
         guard: A `PreemptionGuard` that the script has made already.
         per_rank: Objects of which each rank has its own, by name; as `register(..., per_rank=True)`.
         copy_to: An object store to which every checkpoint is copied in the background, as `s3://bucket/runs`, or the

@@ -41,7 +41,7 @@ def as_seen(
     Args:
         resolution: What Fairlead would have decided.
         seen: `world_size`, `num_nodes`, `global_rank` and what else the engine says, by the names of the settings.
-        config: What of the trainer's settings holds for the engine.
+        config: The trainer's settings that hold for the engine.
         by: The engine, for messages: `Trainer`.
         connect: What has the ranks train together, as a sentence's end; may hold `{devices}` (of a node) and `{nodes}`.
 

@@ -201,7 +201,7 @@ class RunSession:
     def raised(self, error: BaseException, step: int, *, stopped: bool) -> None:
         """Records what ended this start on this rank: a failure, or a person who stopped it.
 
-        That a peer went away is no failure of this rank; of several ranks, whoever sees why records it.
+        That a peer went away is no failure of this rank; of several ranks, the one with the cause records it.
         """
         if get_world_size() > 1 and lost_a_peer(error):
             self.beat("failed", step)

@@ -28,8 +28,8 @@ LOSS_SCALE: Final = frozenset({"init_scale", "growth_interval", "growth_factor",
 RESUMED: Final = frozenset(
     {
         "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "activation_checkpointing",
-        "aio", "prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "steps_per_print", "bf16",
-        "gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
+        "steps_per_print", "bf16", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size",
+        "train_micro_batch_size_per_gpu",
     }
 )  # fmt: skip
 """Parts of DeepSpeed's configuration with which a resumed run ends with the same bits."""
@@ -152,7 +152,7 @@ class DeepSpeed(LightningStrategy):
                     "info",
                     "deepspeed-optimizer",
                     f"DeepSpeed's own {name} replaces the one of `configure_optimizers`",
-                    where=f"{WHERE}.{name}" if config.config is not None else f"trainer.strategy.{name}",
+                    where=f"{WHERE}.{name}",
                     why="DeepSpeed's configuration names one",
                     fix=f"leave {name} out, where the module's own is meant",
                 )

@@ -121,7 +121,7 @@ class Move:
 Shapes = Sequence[Mapping[str, Size]]
 """The shapes of the parameters in each flat vector, as DeepSpeed notes them."""
 _BY_RANKS: Final = (key.GROUP_PADDINGS, key.PARAM_ALIGNMENT_PADDINGS, key.PARTITION_COUNT, key.PARAM_SLICE_MAPPINGS)
-"""What of it follows from the number of ranks and the settings alone."""
+"""Its entries that follow from the number of ranks and the settings alone."""
 _PLAIN: Final = (int, float, str, type(None))
 
 

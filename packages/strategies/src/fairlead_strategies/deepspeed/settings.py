@@ -11,8 +11,7 @@ from typing import Any, Final
 from fairlead import Finding, Resolution
 from fairlead.errors import ConfigError
 from fairlead.findings import Severity
-from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig, ZeroConfig
-from fairlead_strategies.shared import ProcessGroupConfig
+from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 
 _PARTS: Final = ("offload_optimizer", "offload_param")
 
@@ -55,6 +54,21 @@ FROM_THE_TRAINER: Final = (
     "gradient_clipping",
 )
 """Where a file says `auto`, the trainer says it; files for Transformers' Trainer do so."""
+_ZERO: Final = (
+    "stage",
+    "contiguous_gradients",
+    "overlap_comm",
+    "allgather_partitions",
+    "reduce_scatter",
+    "allgather_bucket_size",
+    "reduce_bucket_size",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
+"""The fields that are settings of `zero_optimization`."""
 
 
 def settings_of(config: DeepSpeedStrategyConfig, device_type: str) -> dict[str, Any]:
@@ -73,59 +87,22 @@ def settings_of(config: DeepSpeedStrategyConfig, device_type: str) -> dict[str, 
     """
     if config.config is not None:
         return _given(config.config)
-    names = ZeroConfig.model_fields.keys() - ProcessGroupConfig.model_fields - {"config"}
-    zero = {name: getattr(config, name) for name in names}
+    zero: dict[str, Any] = {name: getattr(config, name) for name in _ZERO}
+    offloaded = {"nvme_path": config.nvme_path, "pin_memory": config.pin_memory}
     if config.offload_optimizer:
-        zero["offload_optimizer"] = {
-            "device": config.offload_optimizer_device,
-            "nvme_path": config.nvme_path,
-            "pin_memory": config.pin_memory,
-            "buffer_count": config.optimizer_buffer_count,
-            "pipeline_read": config.optimizer_pipeline_read,
-            "pipeline_write": config.optimizer_pipeline_write,
-            "fast_init": config.optimizer_fast_init,
-            "ratio": config.offload_optimizer_ratio,
-            "super_offload": config.super_offload,
-            "cpuadam_cores_perc": config.cpuadam_cores_perc,
-        }
+        zero["offload_optimizer"] = {"device": config.offload_optimizer_device, **offloaded}
     if config.offload_parameters:
-        zero["offload_param"] = {
-            "device": config.offload_params_device,
-            "nvme_path": config.nvme_path,
-            "pin_memory": config.pin_memory,
-            "buffer_count": config.params_buffer_count,
-            "buffer_size": config.params_buffer_size,
-            "max_in_cpu": config.max_in_cpu,
-        }
+        zero["offload_param"] = {"device": config.offload_params_device, **offloaded}
     force = config.zero_force_ds_cpu_optimizer
-    found: dict[str, Any] = {
+    return {
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": config.zero_allow_untested_optimizer,
         "zero_force_ds_cpu_optimizer": device_type != "cpu" if force == AUTO else force,
         "activation_checkpointing": {
             "partition_activations": config.partition_activations,
             "cpu_checkpointing": config.cpu_checkpointing,
-            "contiguous_memory_optimization": config.contiguous_memory_optimization,
-            "synchronize_checkpoint_boundary": config.synchronize_checkpoint_boundary,
         },
-        "aio": {
-            name: getattr(config, f"aio_{name}")
-            for name in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
-        },
-        "prescale_gradients": config.prescale_gradients,
-        "gradient_predivide_factor": config.gradient_predivide_factor,
-        "wall_clock_breakdown": config.wall_clock_breakdown,
     }
-    if config.communication_data_type is not None:
-        found["communication_data_type"] = config.communication_data_type
-    if config.grad_accum_dtype is not None:
-        found["data_types"] = {"grad_accum_dtype": config.grad_accum_dtype}
-    for name in ("optimizer", "scheduler"):
-        if (part := getattr(config, name)) is not None:
-            found[name] = part.model_dump()
-    if config.logging_batch_size_per_gpu != AUTO:
-        found["train_micro_batch_size_per_gpu"] = config.logging_batch_size_per_gpu
-    return found
 
 
 def conflicts(settings: Mapping[str, Any], resolution: Resolution) -> Iterator[Finding]:

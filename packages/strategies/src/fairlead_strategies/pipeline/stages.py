@@ -1,4 +1,4 @@
-"""A LightningModule cut into stages: each rank keeps the layers of its own, under the names of the full model."""
+"""A LightningModule cut into stages: each rank keeps its layers, under the names of the full model."""
 
 from __future__ import annotations
 
