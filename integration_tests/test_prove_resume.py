@@ -221,7 +221,7 @@ def differs(call: Call, *, first: str, why: str, do: str, step: int = 4) -> None
     assert re.search(first, lines[1]), call.out
     assert re.search(why, "\n".join(line for line in lines if line.startswith("  why:"))), call.out
     assert re.search(do, "\n".join(line for line in lines if line.startswith("  do:"))), call.out
-    kept = Path(lines[-1].removeprefix("  kept:  "))
+    kept = Path(lines[-1].removeprefix("  files: "))
     assert (kept / "undisturbed" / "run" / "metrics.csv").exists()
 
 

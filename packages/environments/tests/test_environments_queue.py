@@ -57,7 +57,7 @@ def test_a_running_job_has_a_time_limit() -> None:
         ("JobState=COMPLETING Reason=None", "ending", "COMPLETING", ""),
         ("JobState=CANCELLED Reason=None", "ended", "CANCELLED", ""),
         ("JobState=RUNNING", "running", "RUNNING", ""),  # a version that leaves fields out
-        ("", "unknown", "scontrol said nothing of the job", ""),
+        ("", "unknown", "scontrol printed nothing about the job", ""),
     ],
 )
 def test_states_and_reasons(line: str, state: str, said: str, why: str) -> None:

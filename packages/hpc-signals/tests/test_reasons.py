@@ -184,7 +184,7 @@ def test_a_restart_count_from_the_environment(fakes: Fakes) -> None:
     ("body", "evidence"),
     [
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "Invalid job id specified"),
-        ("exit 0", "said nothing of job 17"),
+        ("exit 0", "printed nothing about job 17"),
         ("sleep 60 & sleep 60", r"did not answer within 2\.0 s"),
     ],
 )

@@ -137,7 +137,7 @@ def test_what_the_start_said_is_a_reason() -> None:
     said = ["the loader of training has no state"]
     lines = explained([differs], [lost], said, {})
     assert [line for line in lines if line.startswith("  why:")] == [
-        "  why:   the start said: the loader of training has no state",
+        "  why:   the start reported: the loader of training has no state",
         f"  why:   not restored: {lost}",
     ]
     assert not any("not found" in line for line in explained([differs], [], said, {}))

@@ -1,8 +1,8 @@
 """The variables of each launcher: those that belong to a job, and those of the same families that do not.
 
-What a launcher sets is hidden; what a person or a site sets for all jobs is kept. Sources: SLURM's man pages (22.05)
+What a launcher sets is hidden; what a person or a site sets for all jobs stays. Sources: SLURM's man pages (22.05)
 and `src/common/env.c`, IBM's reference of LSF 10.1, Open MPI 4.1.4, torch 2.13. Whole families are hidden, because
-each release adds to them; what is kept is listed.
+each release adds to them; what stays is listed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class MPIEnvironmentConfig(MainAddressConfig):
 
     Detection reads variables only and never calls MPI_Init. MPI's launchers do not say on which
     host rank 0 is; on several nodes `main_address` comes from the scheduler or from Open MPI's
-    contact address, else it has to be set, or asked of MPI itself with `use_mpi4py`.
+    contact address, else it has to be set, or queried from MPI itself with `use_mpi4py`.
 
     Example:
         >>> MPIEnvironmentConfig(main_address="n1").use_mpi4py

@@ -1,4 +1,4 @@
-"""With `use_mpi4py`, the ranks ask MPI who and where they are; else the launcher's variables have said it."""
+"""With `use_mpi4py`, the ranks ask MPI who and where they are; else the launcher's variables tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher around the ranks does with the signals that announce a stop, said before it costs one."""
+"""What a launcher around the ranks does with the signals that announce a stop."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def check_mpirun(resolution: Resolution, environ: Mapping[str, str]) -> Iterator
 
 
 def _restarts(resolution: Resolution) -> bool:
-    """Whether this is a job of a scheduler, which is stopped by signals and may be started again."""
+    """Whether this is a job of a scheduler, which is stopped by signals and may be restarted."""
     return resolution.job is not None and resolution.requeue.name != "none"

@@ -1,4 +1,4 @@
-"""Stopping when a scheduler wants it, with nothing lost, and having the job started again.
+"""Stopping when a scheduler wants it, with nothing lost, and having the job restarted.
 
 The configs are those of the plugins of the axis `requeue`. Nothing here imports torch: a program with several ranks
 has done so before.

@@ -3,7 +3,7 @@
 A thread of each rank waits for its signals and asks all ranks. The thread of its control plane then freezes the rank's
 counter and answers with the lowest boundary at which the rank can still do it; the highest of these is where all do.
 The main thread waits at a boundary only between the freeze and that decision, for which no other main thread is needed:
-a rank that sits in a collective holds nobody up, and the ranks that it waits for go on until that step.
+a rank that sits in a collective holds nobody up, and the ranks that it waits for continue until that step.
 
 Each such round is of all wishes that the ranks have by then. One with a stop is the last; after a save comes the next.
 """
@@ -59,7 +59,7 @@ class LocalAgreement:
 
     def __init__(self, flags: SignalFlags) -> None:
         self.decision: StopDecision | None = None
-        """Where to stop; None before a stop is asked for."""
+        """Where to stop; None before a stop is requested."""
         self.mailbox = Mailbox()
         """For what follows a decision."""
         self.failure: AgreementError | None = None
@@ -100,7 +100,7 @@ class StopAgreement:
     """Where the ranks stop or save; made on all ranks, after the process group, over a store that all share.
 
     A decision to stop is final: make another agreement for the next one, on all ranks in the same order.
-    `start_timeout` is how long all ranks may take to start when a stop is asked for, `answer_timeout` how long their
+    `start_timeout` is how long all ranks may take to start when a stop is requested, `answer_timeout` how long their
     answers may then take, at most half of what the `deadline` leaves. Where a rank does not answer, a stop fails, and a
     save is left out. `plane` is the control plane of these ranks, if they have one; `woken` is called when any rank
     asks for a stop.
@@ -124,7 +124,7 @@ class StopAgreement:
         self.decision: StopDecision | None = None
         """Where all stop; None before that was agreed on."""
         self.failure: AgreementError | None = None
-        """Why there is no decision, though a stop was asked for."""
+        """Why there is no decision, though a stop was requested."""
         self.requested_by: Requested | None = None
         """The call of `ask` on this rank, if there was one."""
         self._pid = os.getpid()
@@ -173,7 +173,7 @@ class StopAgreement:
 
     @property
     def requested(self) -> bool:
-        """Whether any rank was asked to stop, as far as this one knows."""
+        """Whether any rank requested a stop, as far as this one knows."""
         return self._stopping.is_set() or self._wants_stop
 
     @property
@@ -185,10 +185,10 @@ class StopAgreement:
     def boundary(self, number: int) -> Agreed | None:
         """What to do here; call it between two steps, on all ranks with the same rising numbers; gaps do no harm.
 
-        `"save"` is said once for all saves that were asked for since the last one.
+        `"save"` is returned once for all saves that were requested since the last one.
 
         Raises:
-            AgreementError: A stop was asked for, and not all ranks answered in time.
+            AgreementError: A stop was requested, and not all ranks answered in time.
         """
         # In this order: who froze the counter and then reads it sees this number, or this thread sees the freeze.
         self._entered = number
@@ -217,7 +217,7 @@ class StopAgreement:
             return False  # the rank that hosts the store is the one that died
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the threads, at the end of the loop; the ranks that go on need no answer of this one any more.
+        """Ends the threads, at the end of the loop; the other ranks need no answer of this one any more.
 
         A rank that has `failed` gives none: the end of its launcher for the others is no stop.
         """
@@ -226,7 +226,7 @@ class StopAgreement:
         atexit.unregister(self.close)
         self._closing = True
         os.write(self._stop_write, b"!")
-        # Of a save that is asked for now, and of the stop that may follow it before the others have ended too.
+        # Of a save that is requested now, and of the stop that may follow it before the others have ended too.
         rounds = [] if failed else [self._round, self._round + 1]
         answers = [partial(self._answer, self.mailbox, one) for one in rounds]
         leaves: list[Callable[[], None]] = [*answers, partial(self._plane.leave, self.mailbox)]
@@ -285,7 +285,7 @@ class StopAgreement:
         mailbox.ring()
 
     def _hear(self, mailbox: StoreMailbox) -> float | None:
-        """Freezes the counter and answers when a round is asked for, and learns its verdict; in the plane's thread."""
+        """Freezes the counter and answers when a round is requested, and learns its verdict; in the plane's thread."""
         if self._closing:
             return None
         number = self._round
@@ -326,7 +326,7 @@ class StopAgreement:
         return 0.0
 
     def _hear_of_stop(self, mailbox: StoreMailbox) -> None:
-        """Waits for ranks that have not started, once a stop is asked for: a save is for those that train."""
+        """Waits for ranks that have not started, once a stop is requested: a save is for those that train."""
         if self._stopping.is_set() or not mailbox.count("askers", 0):
             return
         self._stopping.set()
@@ -377,7 +377,7 @@ class StopAgreement:
         mailbox.ring()
 
     def _store_lost(self, error: Exception) -> None:
-        """The store is gone: of no consequence until a stop is asked for."""
+        """The store is gone: of no consequence until a stop is requested."""
         if self.decision is None and self.failure is None:
             self.failure = no_agreement((), f"lost the store: {str(error).splitlines()[0] if str(error) else error!r}")
         self._frozen = self._wants_stop or self._stopping.is_set()

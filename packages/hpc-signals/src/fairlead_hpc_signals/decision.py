@@ -1,4 +1,4 @@
-"""What the ranks agree on: the boundary at which all stop, and who was asked to by which signal."""
+"""What the ranks agree on: the boundary at which all stop, and which signals requested it of which ranks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class AgreementError(RunFailedError):
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """What one rank was asked: by signals, each so often, or by `ask`, `why`; `time` in seconds since the epoch.
+    """What was requested of one rank: by signals, each so often, or by `ask`, `why`; `time` in seconds since the epoch.
 
-    `final`: whoever asked wants no other start.
+    `final`: the request wants no other start.
     """
 
     rank: int
@@ -45,8 +45,8 @@ class StopRequest:
 class StopDecision:
     """The one decision of all ranks: they stop at the first boundary of at least this number.
 
-    `requests` are of the ranks that had been asked by then, first come first, at most 64 of the `flagged`; `signals`
-    all that had come to any rank, in the order of their first; `final` is who asked that the job not start again.
+    `requests` are of the ranks that had requests by then, first come first, at most 64 of the `flagged`; `signals`
+    all that had come to any rank, in the order of their first; `final` is who requested that the job not restart.
     """
 
     boundary: int
@@ -63,7 +63,7 @@ class StopDecision:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The lowest number at which a rank can still stop or save; what it was asked, if it was; whether to save."""
+    """The lowest number at which a rank can still stop or save; its request, if any; whether to save."""
 
     earliest: int
     request: StopRequest | None = None
@@ -89,7 +89,7 @@ class Requested(NamedTuple):
 
 
 def request_of(rank: int, flags: SignalFlags, requested: Requested | None) -> StopRequest | None:
-    """What this rank has been asked so far, by signals or by a call of `ask`."""
+    """What was requested of this rank so far, by signals or by a call of `ask`."""
     came, counts = flags.flags, flags.counts
     if not came and requested is None:
         return None
@@ -113,7 +113,7 @@ def decide(answers: Iterable[Answer]) -> StopDecision:
 
 
 def no_agreement(missing: tuple[int, ...], why: str) -> AgreementError:
-    """The error of a stop that was asked for and not agreed on."""
+    """The error of a stop that was requested and not agreed on."""
     error = AgreementError(
         "the ranks did not agree on where to stop",
         where=ranks_text(missing) if missing else None,

@@ -24,11 +24,11 @@ from fairlead.errors import ConfigError
 DEFAULT_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 """What schedulers send before they kill, what people set in `--signal=USR1@120`, and Ctrl-C."""
 
-_MOST = 1000  # notes that are kept; a sender that never stops must not fill the memory
+_MOST = 1000  # notes that are stored; a sender that never stops must not fill the memory
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 _MOMENT: Final = 0.2  # seconds in which a main thread that is in Python calls a handler
-_wakeups: Final[set[int]] = set()  # files that `signal.set_wakeup_fd` was told of here
+_wakeups: Final[set[int]] = set()  # files that were given to `signal.set_wakeup_fd` here
 
 
 def signal_number(name: str | int) -> signal.Signals:
@@ -98,7 +98,7 @@ class SignalFlags:
 
     @property
     def flags(self) -> tuple[Flag, ...]:
-        """All that came, in order; at most 1000 are kept."""
+        """All that came, in order; at most 1000 are stored."""
         return tuple(Flag(signal.Signals(number).name, when) for number, when in list(self._notes))
 
     @property
@@ -116,10 +116,10 @@ class SignalFlags:
         try:
             os.write(self._write_fd, b"!")
         except OSError:
-            return  # the pipe is full, so whoever waits is awake; or it is closed, and nobody waits
+            return  # the pipe is full, so whoever waits is awake; or it is closed
 
     def clear(self) -> None:
-        """Forgets what came, for a program that goes on after it."""
+        """Forgets what came, for a program that continues after it."""
         self._notes.clear()
         while select.select([self._read_fd], [], [], 0)[0] and os.read(self._read_fd, 4096):
             pass
@@ -271,7 +271,7 @@ class _Wakeup:
         return True
 
     def close(self) -> None:
-        """Nothing is heard any more; in a forked child its parent goes on to hear."""
+        """Nothing is heard any more; in a forked child its parent still hears."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""The requeuer `none`: nobody starts the job again."""
+"""The requeuer `none`: the job is not restarted."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class StopOutcome:
         refused: Why no other start is wanted though the reason alone would want one: a budget is used up.
         unsaved: Why nothing was saved at this stop: the next start resumes from the checkpoint before.
         without: Ranks that the others did not wait for.
-        asked: Who asked that the job stop and not start again.
+        requested: Who requested that the job stop and not restart.
     """
 
     exit_code: int
@@ -115,11 +115,11 @@ class StopOutcome:
         outcome_text = saved
         if self.unsaved is not None:
             outcome_text = f"not saved there: {self.unsaved}. {earlier or NO_CHECKPOINT}"
-        because = f"as {self.requested}" if self.requested else _BECAUSE.get(self.reason.why, "asked to stop")
+        because = f"as {self.requested}" if self.requested else _BECAUSE.get(self.reason.why, "on request")
         stopped = f"stopped{where}, {because}; {outcome_text}"
         if self.error:
-            again = "The job does not restart by itself" if self.start_wanted else "It restarts all the same"
-            return f"{stopped}. {again}:\n{self.error}"
+            restart = "The job does not restart by itself" if self.start_wanted else "It restarts all the same"
+            return f"{stopped}. {restart}:\n{self.error}"
         if self.refused:
             return f"{stopped}. The job is not restarted: {self.refused}"
         if self.reason.scheduler_requeues:
@@ -152,7 +152,7 @@ def planned(
 ) -> StopOutcome:
     """What is to follow from a reason; `budget` says why no other start is wanted, `requeue_code` is that of 75.
 
-    `final` is who has asked that the job not start again, whatever the reason.
+    `final` is who requested that the job not restart, whatever the reason.
     """
     if final is not None:
         reason = replace(reason, why="cancelled", evidence=f"{final}; {reason.evidence}")
@@ -165,7 +165,7 @@ def planned(
 
 
 def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy) -> bool:
-    """Whether the job is to start again; never after a cancellation or an interrupt from the keyboard."""
+    """Whether the job is to be restarted; never after a cancellation or an interrupt from the keyboard."""
     if not policy.auto_requeue or reason.why == "cancelled" or set(signals) == {"SIGINT"}:
         return False
     return policy.requeue_unknown if reason.why == "unknown" else True

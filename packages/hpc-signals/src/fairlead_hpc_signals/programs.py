@@ -1,4 +1,4 @@
-"""Runs the command that requeues a job: again after a failure, and with an answer when it fails."""
+"""Runs the command that requeues a job: retried after a failure, with the reason when it fails."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_command(
 ) -> str:
     """Runs a command until it succeeds, without a shell; what was run and its first line of output, for the history.
 
-    `missing` is what to do when the program is not there. `refusals` are words in its output after which trying again
+    `missing` is what to do when the program is not there. `refusals` are words in its output after which a retry
     is of no use, each with what to do; `done_before` words of a refusal that says that it is done: an attempt before
     may have been ended with the job. `RunFailedError`: it is not there, or no attempt succeeded.
     """
@@ -118,7 +118,7 @@ def _story(attempts: Sequence[Attempt], timeout_s: float) -> str:
 
 
 JOB_UNKNOWN: Final[Mapping[str, str]] = {
-    "requeue-job-unknown": "The environment names no job that the requeuer could start again."
+    "requeue-job-unknown": "The environment names no job that the requeuer could restart."
 }
 """The code of `check_job`."""
 

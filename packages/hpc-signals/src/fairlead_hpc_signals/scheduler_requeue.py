@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerRequeue(RequeuePlugin):
-    """Asks a scheduler to start its job again, by the `requeue` command of the `Job` that its environment finds.
+    """Has a scheduler restart its job, by the `requeue` command of the `Job` that its environment finds.
 
     The tag is that of the scheduler, as `Job.id` begins with it and the environment's `requeue` names it.
     """
@@ -39,7 +39,7 @@ class SchedulerRequeue(RequeuePlugin):
     start: ClassVar[str]
     """What starts a job of this scheduler, for a process that is in none."""
     refusals: ClassVar[Mapping[str, str]] = {}
-    """Words of its answers after which it is not asked again, each with what to do."""
+    """Words of its answers after which there is no retry, each with what to do."""
     done_before: ClassVar[Sequence[str]] = ()
     """Words of its answers which say that the job is requeued already: an attempt may have been ended with the job."""
     example: ClassVar[Mapping[str, Any]] = {"retry_wait_s": 0.0}

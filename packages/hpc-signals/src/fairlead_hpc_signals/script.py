@@ -1,4 +1,4 @@
-"""The requeuer `script`: leaves a script behind that has the job started again, for the job script to run."""
+"""The requeuer `script`: writes a script that has the job restarted, for the job script to run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ScriptRequeuer(Requeuer):
     config: ScriptRequeueConfig
 
     def requeue(self) -> str:
-        """Writes the script, executable and as a whole; returns its path."""
+        """Writes the script, executable and atomically; returns its path."""
         directory = _directory(self.config, self.environ)
         if directory is None:
             raise RunFailedError("the job is not requeued: there is no directory for the script", **_NO_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Stop on a signal in any training loop: all ranks at the same step, everything saved, and the job started again."""
+"""Stop on a signal in any training loop: all ranks at the same step, everything saved, and the job restarted."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class PreemptionGuard:
             self._watch.overdue = overdue
 
     def lost(self, error: BaseException) -> bool:
-        """Whether an error says no more than that another rank went away while all were asked to stop.
+        """Whether an error says no more than that another rank went away during a stop.
 
         Then that rank is gone, and the stop is carried out without it: see `ended_by`. One that was gone before has
         failed: the SIGTERM by which srun or torchrun then ends the others asks for no stop.
@@ -163,7 +163,7 @@ class PreemptionGuard:
 
         Not in an evaluation of which ranks have different numbers of batches.
 
-        Where a stop was asked for, and not all ranks answer in time, this process ends here: see `when_overdue`.
+        Where a stop was requested, and not all ranks answer in time, this process ends here: see `when_overdue`.
         """
         self._boundary += 1
         try:
@@ -178,9 +178,9 @@ class PreemptionGuard:
         return agreed == "stop"
 
     def should_save(self) -> bool:
-        """Whether a checkpoint was asked for by the file `SAVE` of a run; call it after each `should_stop`.
+        """Whether a checkpoint was requested by the file `SAVE` of a run; call it after each `should_stop`.
 
-        True once for each time that it is asked for, on all ranks at the same step.
+        True once for each request, on all ranks at the same step.
         """
         due, self._save_due = self._save_due, False
         return due
@@ -202,7 +202,7 @@ class PreemptionGuard:
 
     @property
     def decision(self) -> StopDecision | None:
-        """Where all stop and who was asked by what; None before that."""
+        """Where all stop, and the requests; None before that."""
         return None if self._agreement is None else self._agreement.decision
 
     def save_and_requeue(
@@ -215,7 +215,7 @@ class PreemptionGuard:
         budget: Callable[[StopReason], str | None] | None = None,
         tell: Callable[[StopOutcome], object] | None = None,
     ) -> StopOutcome:
-        """Saves on all ranks, then has the job started again by rank 0; called on all ranks once they agreed to stop.
+        """Saves on all ranks, then has the job restarted by rank 0; called on all ranks once they agreed to stop.
 
         Meanwhile rank 0 asks the scheduler why, and waits for an answer no longer than there is time. No start is
         arranged before everything is saved, for a cancelled job, or for one that is requeued already. Where the disk
@@ -223,7 +223,7 @@ class PreemptionGuard:
 
         Args:
             save: Writes the checkpoint.
-            requeuer: Has the job started again; None leaves it to who started it, by the exit code.
+            requeuer: Has the job restarted; None leaves it to who started it, by the exit code.
             durable: Returns when what was saved survives a power cut.
             finish: Closes loggers and writes the history, before the job is requeued: the scheduler may end it at once.
                 Left out when the time left is known to be short.

@@ -27,11 +27,11 @@ class SwitchFiles:
     """Asks for a save, or a stop, when `SAVE` or `STOP` appears in a run directory; rank 0 looks, at once and then on.
 
     `SAVE` is taken away when it is seen, `STOP` when the stop was carried out: a job that is killed before that, and
-    started again, stops then.
+    restarted, stops then.
 
     Args:
         run: The run directory.
-        record: Writes an event into the run's history; None: nobody does.
+        record: Writes an event into the run's history; None: nothing is written.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SwitchFiles:
         self._thread: threading.Thread | None = None
 
     def start(self, agreement: LocalAgreement | StopAgreement, ask: Callable[..., None]) -> None:
-        """Looks from now on, on rank 0 of those that agree; stops are asked for by `ask`."""
+        """Looks from now on, on rank 0 of those that agree; stops are requested by `ask`."""
         if self._thread is not None or agreement.mailbox.rank > 0:
             return
         # The first look is here: a `STOP` from before this start is to stop it before its first step.
@@ -63,9 +63,9 @@ class SwitchFiles:
             self._thread.join(2.0)
 
     def carried_out(self, outcome: StopOutcome) -> None:
-        """Takes away the `STOP` that has asked for this stop; one that came later stays.
+        """Removes the `STOP` that requested this stop; one that came later stays.
 
-        It stays as well where the job starts again all the same: then it is to stop once more.
+        It stays as well where the job restarts all the same: then it is to stop once more.
         """
         if outcome.requested is None or outcome.reason.scheduler_requeues or outcome.error is not None:
             return
@@ -88,8 +88,8 @@ class SwitchFiles:
                 return
 
     def _look(self, save: Callable[[], None], stop: Callable[..., None]) -> bool:
-        """Whether a stop was asked for."""
-        with suppress(OSError):  # a file system that does not answer now is asked again
+        """Whether a stop was requested."""
+        with suppress(OSError):  # a file system that does not answer now is retried
             found = find_switch(self._run, STOP)
             if found is not None:
                 stop(str(found), final=True)

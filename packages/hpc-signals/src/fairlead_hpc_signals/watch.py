@@ -1,9 +1,9 @@
 """Sees to it that a stop is over in time: a rank whose main thread does not come to it is ended without it.
 
-What makes no progress for ten seconds is said once: which rank is waited for, where it stands, and until when.
+What makes no progress for ten seconds is reported once: which rank is waited for, where it stands, and until when.
 
 The main thread may sit in a collective with a rank that is stopped or dead, in C code, or in a save that hangs. Then a
-thread of each rank sees the deadline come: the first has the job started again, from the newest complete checkpoint,
+thread of each rank sees the deadline come: the first has the job restarted, from the newest complete checkpoint,
 and all end with the exit code of a stop.
 """
 
@@ -33,8 +33,10 @@ from fairlead_runs.guard import Overdue
 from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import own_standing
 
-_LOOK_S: Final = 0.2  # how often, once a stop was asked for
-_SAY_S: Final = 10.0  # without progress for so long, a person is told who is waited for; heartbeats say where before
+_LOOK_S: Final = 0.2  # how often, once a stop was requested
+_SAY_S: Final = (
+    10.0  # without progress for so long, the rank that is waited for is reported; heartbeats have its location by then
+)
 _ASK_S: Final = 2.0  # how often it is looked where the ranks stand, once one has made no progress for so long
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
 _APART_S: Final = 1.0  # a second SIGTERM that comes sooner belongs to the first: a launcher often sends two
@@ -50,7 +52,7 @@ T = TypeVar("T")
 
 
 class StopWatch:
-    """The watch of one rank; its thread waits until a stop is asked for, and costs the steps nothing."""
+    """The watch of one rank; its thread waits until a stop is requested, and costs the steps nothing."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class StopWatch:
         self._question = question
         self._policy = policy
         mailbox = agreement.mailbox
-        self._mailbox = mailbox.connect_again() if isinstance(mailbox, StoreMailbox) else mailbox
+        self._mailbox = mailbox.reconnect() if isinstance(mailbox, StoreMailbox) else mailbox
         self._shared = False
         self._ending = threading.Lock()
         self._closed = threading.Event()
@@ -82,7 +84,7 @@ class StopWatch:
         self._thread.start()
 
     def wake(self) -> None:
-        """A stop was asked for without a signal to this rank."""
+        """A stop was requested without a signal to this rank."""
         if not self._closed.is_set():
             os.write(self._write, b"!")
 
@@ -98,19 +100,19 @@ class StopWatch:
             os.close(self._read)
             os.close(self._write)
 
-    def end(self, why: str, without: tuple[int, ...] = (), *, again: bool = True) -> NoReturn:
+    def end(self, why: str, without: tuple[int, ...] = (), *, restart: bool = True) -> NoReturn:
         """Ends this process now, whatever its main thread is in, with the exit code of a stop.
 
         Args:
             why: Why the stop could not be carried out as usual.
             without: The ranks that this is about.
-            again: Whether the job may be started again.
+            restart: Whether the job may be restarted.
         """
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # another thread does it
         code = exit_code_without_requeue(tuple(self._flags.counts))
         try:
-            code = self._carried_out(why, without, again=again).exit_code
+            code = self._carried_out(why, without, restart=restart).exit_code
         except Exception:  # a history that cannot be written, say: what is left is to end
             to_stderr(traceback.format_exc())
         self._asking(partial(self._leave, len(without)), _LEAVE_S + _STORE_S)
@@ -137,14 +139,14 @@ class StopWatch:
                 self._announce()
         elif self._deadline.in_job:
             self._asking(self._hear_early)
-        seen, since, said = self._progress(), time.monotonic(), False
+        seen, since, reported = self._progress(), time.monotonic(), False
         standing, requested_at = own_standing(), -math.inf
         while not self._closed.wait(_LOOK_S):
             if not self._agreement.requested or self.phase == "requeue":
                 continue
             now = self._progress()
             if now != seen:
-                seen, since, said = now, time.monotonic(), False
+                seen, since, reported = now, time.monotonic(), False
             self._end_if_insisted()
             failure = self._agreement.failure
             if failure is not None and failure.missing:  # without the store, the next collective fails
@@ -157,8 +159,8 @@ class StopWatch:
             if time.monotonic() - requested_at > _ASK_S:
                 standing, requested_at = self.overdue.standing(), time.monotonic()
             limit = standing.patience_s if self.overdue.progress is not None else math.inf
-            if self._leads and not said:
-                said = True
+            if self._leads and not reported:
+                reported = True
                 left = min(limit - still, self._deadline.left_to_save())
                 to_stderr(f"the stop waits for {standing.text}; in {left:.0f} s the job ends without it")
             if still > limit:
@@ -185,8 +187,8 @@ class StopWatch:
 
     def _announce(self) -> None:
         names = " and ".join(self._flags.counts)
-        again = "; again to stop now" if "SIGINT" in self._flags.counts else ""
-        to_stderr(f"{names or 'asked'}: stopping after this step, then saving{again}")
+        hint = "; again to stop now" if "SIGINT" in self._flags.counts else ""
+        to_stderr(f"{names or 'stop requested'}: stopping after this step, then saving{hint}")
 
     @property
     def _at(self) -> str:
@@ -203,12 +205,12 @@ class StopWatch:
             times.setdefault(flag.signal, []).append(flag.time)
         pressed, terminated = times.get("SIGINT", []), times.get("SIGTERM", [])
         if len(pressed) > 1 and time.time() - pressed[1] > _INSISTED_S:
-            self.end("Ctrl-C was pressed again", again=False)
+            self.end("Ctrl-C was pressed again", restart=False)
         if len(terminated) > 1 and terminated[-1] - terminated[0] > _APART_S and not self._deadline.in_job:
             self.end("SIGTERM came again")
 
     def _share_deadline(self) -> Deadline:
-        """The deadline, with what rank 0 has heard from the scheduler; asked for only when it counts."""
+        """The deadline, with what rank 0 has heard from the scheduler; read only when it counts."""
         summary = self._question.reason.remaining_s if self._leads else None
         if self._leads and summary is not None and not self._shared:
             self._shared = True
@@ -222,10 +224,10 @@ class StopWatch:
 
     # -- the end
 
-    def _carried_out(self, why: str, without: tuple[int, ...], *, again: bool) -> StopOutcome:
-        """What the ranks do whose main threads do not come to it: one has the job started again, all end alike."""
+    def _carried_out(self, why: str, without: tuple[int, ...], *, restart: bool) -> StopOutcome:
+        """What the ranks do whose main threads do not come to it: one has the job restarted, all end alike."""
         policy, overdue = self._policy, self.overdue
-        signals = tuple(self._flags.counts) if again else ("SIGINT",)
+        signals = tuple(self._flags.counts) if restart else ("SIGINT",)
         requeuer = overdue.requeuer()
         code = requeuer.exit_code if requeuer is not None else None
         if not self._claims():
@@ -233,7 +235,7 @@ class StopWatch:
             text = self._asking(lambda: self._mailbox.get(OUTCOME, patience), patience + _STORE_S)
             if text is not None:
                 return StopOutcome.from_json(text)
-            return planned(StopReason("unknown", "no rank said"), signals, policy, None, code)
+            return planned(StopReason("unknown", "no rank reported it"), signals, policy, None, code)
         plan = planned(self._question.answer(), signals, policy, overdue.budget, code, self._final)
         plan = replace(plan, unsaved=why, without=without)
         if overdue.record is not None:
@@ -246,7 +248,7 @@ class StopWatch:
 
     @property
     def _final(self) -> str | None:
-        """Who asked that the job not start again, as far as this rank knows."""
+        """Who requested that the job not restart, as far as this rank knows."""
         requested, decision = self._agreement.requested_by, self._agreement.decision
         if decision is not None:
             return decision.final

@@ -51,7 +51,7 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._server = server
-        self._pidfd = os.pidfd_open(pid)  # of no other process: only the server waits for it, when it is asked to
+        self._pidfd = os.pidfd_open(pid)  # of no other process: only the server waits for it, on request
 
     def fileno(self) -> int:
         """A file descriptor that is readable once the process has ended."""
@@ -106,7 +106,7 @@ class ForkServer:
         path: Where both are looked for; None: `sys.path`.
         environ: All variables of the server; None: those of this process.
         title: Words that `ps` shows for it and what it forks.
-        connection: A server that runs already, by what `lend` returned; the others are then not started again.
+        connection: A server that runs already, by what `lend` returned; the other arguments are then ignored.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class ForkServer:
         variables = dict(os.environ if environ is None else environ)
         self._connection = self._start(variables, title) if connection is None else connection
         self._connection.settimeout(_START_S)
-        places = list(sys.path if path is None else path)
-        _send(self._connection, _Preload(list(imports), list(modules), places, variables))
+        search_path = list(sys.path if path is None else path)
+        _send(self._connection, _Preload(list(imports), list(modules), search_path, variables))
 
     def _start(self, environ: Mapping[str, str], title: Sequence[str]) -> socket.socket:
         connection, server_end = socket.socketpair()
@@ -186,7 +186,7 @@ class ForkServer:
         return ForkedProcess(self, int(self._ask(request, list(given.values()))))
 
     def code(self, pid: int) -> int:
-        """The exit code of a forked process that has ended; asked once."""
+        """The exit code of a forked process that has ended; call it once."""
         return int(self._ask(pid))
 
     def alive(self) -> bool:
@@ -284,7 +284,7 @@ def thaw_for_nanobind() -> None:
 def main(fd: int) -> None:
     """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
     connection, pristine = socket.socket(fileno=fd), sys.path[:]
-    gc.disable()  # what it imports stays; to look through it again and again is a sixth of the time
+    gc.disable()  # what it imports stays; collecting it repeatedly takes a sixth of the time
     atexit.register(thaw_for_nanobind)
     os.setpgid(0, 0)  # Ctrl-C is for the caller, with whom this ends
     while True:
@@ -301,8 +301,8 @@ def main(fd: int) -> None:
             _send(connection, obstacles)
         except BrokenPipeError:  # the caller has not waited for it
             return
-        # A scheduler signals all processes of a job: without this one nobody would know how those forked have ended.
-        # It ends with its caller; what is forked takes the signals again.
+        # A scheduler signals all processes of a job: without this one the exit codes of its children would be lost.
+        # It ends with its caller; forked processes unblock the signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         request = _serve(connection)
         connection.close()

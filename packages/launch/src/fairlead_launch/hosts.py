@@ -77,8 +77,8 @@ def node_words(config: LaunchConfig, script: Sequence[str], hosts: Sequence[str]
     address = config.master_addr
     if address == "127.0.0.1":
         address = hosts[0].rpartition("@")[2] if hosts else socket.gethostname()
-    place = ["--main-address", address, "--main-port", str(config.master_port or DEFAULT_PORT)]
-    rest = [*place, *option_words(config), *(["-m"] if config.module else []), *script]
+    rendezvous = ["--main-address", address, "--main-port", str(config.master_port or DEFAULT_PORT)]
+    rest = [*rendezvous, *option_words(config), *(["-m"] if config.module else []), *script]
     return [["launch", "--nnodes", nnodes, "--node-rank", str(rank), *rest] for rank in range(count)]
 
 
@@ -262,7 +262,7 @@ def _wait(hosts: Sequence[_Host], received: list[int], needed: bool, stderr: IO[
         running = [host for host in hosts if host.process.poll() is None]
         while received:
             number = received.pop(0)
-            # The first tells the others, once; who asks again means all.
+            # The first passes a signal on to the others; a second Ctrl-C goes to all.
             for host in running if signalled and number == signal.SIGINT else running[:1]:
                 host.tell(str(int(number)))
             signalled += 1

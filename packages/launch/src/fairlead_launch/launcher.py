@@ -1,4 +1,4 @@
-"""Any script on N processes, started again after failures: `fairlead launch`, and the same from Python."""
+"""Any script on N processes, restarted after failures: `fairlead launch`, and the same from Python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fairlead_runs.waiting import parse_ranks
 
 
 def processes_per_node(requested: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
-    """How many processes a node has, and why; `ConfigError`: one for each GPU is asked for, and there is none."""
+    """How many processes a node has, and why; `ConfigError`: one for each GPU is requested, and there is no GPU."""
     if isinstance(requested, int):
         return requested, "--nproc"
     kinds = [cast("AcceleratorPlugin", plugin) for plugin in plugins.distinct("accelerator").values()]

@@ -1,4 +1,4 @@
-"""Starts the ranks again after a failure, from the newest checkpoint of their run, as long as that helps."""
+"""Restarts the ranks after a failure, from the newest checkpoint of their run, as long as that helps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def run_with_restarts(
 ) -> int:
     """Runs group after group until one ends well, or another would not; returns the exit code of the last one.
 
-    Where a signal has asked this process for a stop, another start is for others.
+    After a stop signal to this process there is no further start.
 
     Args:
         make: Makes the group of a start, by how many there were before, and the one before.
         received: The signals that have come, and will (`noted_signals`).
         restarts: How often there is another start.
-        stderr: Where is said what happens.
+        stderr: Where restarts are reported.
 
     Raises:
         RunFailedError: The last failure, with how often it was tried.
@@ -56,14 +56,14 @@ def run_with_restarts(
 
 
 class Restarts:
-    """How often a job is started again: a budget of failures, and what is believed after how many tries.
+    """How often a job is restarted: a budget of failures, and how often the same failure is retried.
 
     Ranks that have saved and want another start use up none of it, if they have come further than the ones before.
 
     Args:
         max_restarts: How many failures are followed by another start.
         when_saved: Whether ranks that have saved and want another start get it here. In a scheduler's job they do not:
-            they have asked the scheduler for it, or their exit code does.
+            they have requested it from the scheduler, or their exit code does.
     """
 
     def __init__(self, max_restarts: int, *, when_saved: bool) -> None:

@@ -25,22 +25,22 @@ _GRACE: Final = 20.0
 
 
 @contextmanager
-def trial_folder(place: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
-    """A new folder in `place`, and the list of what is kept of it: else it goes, also on SIGTERM."""
-    made = [parent for parent in (place, *place.parents) if not parent.exists()]
-    place.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-    kept: list[Path] = []
+def trial_folder(parent_folder: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
+    """A new folder in `parent_folder`, and a list: if that stays empty, the folder goes at the end, also on SIGTERM."""
+    made = [parent for parent in (parent_folder, *parent_folder.parents) if not parent.exists()]
+    parent_folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent_folder))
+    retained: list[Path] = []
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield folder, kept
+        yield folder, retained
     finally:
         signal.signal(signal.SIGTERM, before)
-        if not kept:
+        if not retained:
             shutil.rmtree(folder, ignore_errors=True)
             for parent in made:
                 if not any(parent.iterdir()):
@@ -59,11 +59,13 @@ def run_fairlead(
     Args:
         look: Called every second meanwhile; False ends it.
     """
-    # -P: the working directory is no place for code unless the rules for user code say so.
+    # -P: the working directory is searched for code only if the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *words]
-    kept = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
+    variables = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
     with log.open("ab") as out:
-        process = subprocess.Popen(command, cwd=session.cwd, env=kept, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, cwd=session.cwd, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
         try:
             while True:
                 try:

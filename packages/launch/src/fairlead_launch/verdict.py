@@ -56,12 +56,12 @@ class Rank:
 
 
 def stopped_as_requested(code: int, report: Report | None) -> bool:
-    """Whether a rank that was asked to stop has done so; a requeuer may have an exit code of its own."""
+    """Whether a rank has stopped as requested; a requeuer may have an exit code of its own."""
     return code in _STOPPED_AS_ASKED or (report is not None and not report.text)
 
 
 def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Output, world: int) -> int:
-    """The exit code of the whole of `world` ranks, these being here, given the signal that first asked it to stop.
+    """The exit code of the job of `world` ranks, these being here; `stop` is the first signal that requested one.
 
     Where a rank died, the `RunFailedError` names it, with its own traceback first.
     """
@@ -69,7 +69,7 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
         return 0
     if all(rank.code in (0, SAVED) for rank in ranks):
         return SAVED
-    # One that hangs is killed by us: the others have stopped without it, or a person has asked twice.
+    # One that hangs is killed by us: the others have stopped without it, or a person has pressed Ctrl-C twice.
     hung = [rank for rank in ranks if rank.stopped_by_us and rank.code == -signal.SIGKILL]
     signalled = [rank for rank in ranks if rank not in hung]
     if (
@@ -96,12 +96,12 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
         first = left
     _record(first, ranks)
     others = ", ".join(str(r.rank) for r in ranks if r is not first)
-    place, log = f"process {first.process.pid}", output.path(first.rank)
+    where, log = f"process {first.process.pid}", output.path(first.rank)
     if log is not None:
-        place += f"; its output is in {shown_path(log, Path.cwd())}"
+        where += f"; its output is in {shown_path(log, Path.cwd())}"
     raise RunFailedError(
         f"rank {first.rank} of {world} {_how(first)}",
-        where=place,
+        where=where,
         why=_why(first, output),
         fix=f"the other ranks ({others}) were stopped; nothing runs any more" if others else None,
     )
@@ -213,7 +213,7 @@ def _how(rank: Rank) -> str:
     if rank.code == 0:
         return "exited with code 0 before the end of the job, and the others lost it"
     if rank.stopped_by_us and rank.code == -signal.SIGKILL:
-        return "did not end when it was asked to, and was killed"
+        return "did not end on request, and was killed"
     if rank.code < 0:
         known = any(-rank.code == one for one in signal.Signals)
         name = signal.Signals(-rank.code).name if known else f"signal {-rank.code}"

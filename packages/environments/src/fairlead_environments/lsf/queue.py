@@ -48,7 +48,7 @@ def read_bjobs(text: str) -> StopReason:
     left = re.fullmatch(r"(\d+):(\d+)(?: [LE])?", fields.get("time_left", ""))
     # E: an estimate, by which nothing is ended.
     remaining = (int(left[1]) * 60 + int(left[2])) * 60.0 if left and "E" not in left[0] else None
-    evidence = f"bjobs: {line}" if line else "bjobs said nothing"
+    evidence = f"bjobs: {line}" if line else "bjobs printed nothing"
     for pattern, why in _KEYWORDS:
         if found := re.search(pattern, words, re.IGNORECASE):
             requeues = "REQUEUE" in found[0]
@@ -61,7 +61,7 @@ def read_bjobs(text: str) -> StopReason:
 
 
 def read_bhist(text: str, reason: StopReason) -> StopReason:
-    """The reason with what the job's history adds: whether somebody asked for its end.
+    """The reason with what the job's history adds: whether a user requested its end.
 
     Only signals that end a job count; a person who sends SIGUSR1 asks for something else.
     """
@@ -108,7 +108,7 @@ def read_status(text: str, now: float) -> JobStatus:
     pending = fields.get("pend_reason", "-")
     return JobStatus(
         state,
-        stat or line or "bjobs said nothing of the job",
+        stat or line or "bjobs printed nothing about the job",
         pending.rstrip(";.") if state == "queued" and pending != "-" else "",
         since=now - int(ran[1]) if ran and state == "running" else None,
         ends=now + (int(left[1]) * 60 + int(left[2])) * 60 if left and state == "running" else None,

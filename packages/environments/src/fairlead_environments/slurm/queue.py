@@ -41,7 +41,7 @@ def ask_slurm(job: str, environ: Mapping[str, str], deadline: float) -> StopReas
 
     Of a preempted job it does not matter whether its partition requeues: SLURM requeues only what is still there when
     the time of grace is over, and lets a job that has stopped before end as FAILED (seen with 22.05). `scontrol
-    requeue` in that time has it started again once, in a partition that cancels as well.
+    requeue` in that time has it restarted once, in a partition that cancels as well.
     """
     # Else the user's own form of times comes out.
     environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
@@ -51,7 +51,7 @@ def ask_slurm(job: str, environ: Mapping[str, str], deadline: float) -> StopReas
         return StopReason("unknown", problem, max(0.0, int(end) - time.time()) if end.isdecimal() else None)
     fields = fields_of(answer)
     if "JobState" not in fields:
-        return StopReason("unknown", f"scontrol said nothing of job {job}")
+        return StopReason("unknown", f"scontrol printed nothing about job {job}")
     config, _ = ask(["scontrol", "show", "config"], min(deadline, time.monotonic() + _CONFIG_S), environ)
     kill_wait = re.search(r"^KillWait\s*=\s*(\d+)", config, re.MULTILINE)
     restarts = environ.get("SLURM_RESTART_COUNT", "")
@@ -65,7 +65,7 @@ def ask_slurm(job: str, environ: Mapping[str, str], deadline: float) -> StopReas
 
 
 def ended(job: str, host: str, environ: Mapping[str, str]) -> str | None:
-    """The final state of a job that had this host; None: it has none yet, will start again, or is not known here."""
+    """The final state of a job that had this host; None: it has none yet, will restart, or is not known here."""
     answer, _ = ask(["scontrol", "show", "job", "-o", job], time.monotonic() + _CONFIG_S, environ)
     fields = fields_of(answer)
     state = fields.get("JobState", "")
@@ -96,7 +96,7 @@ def read_job(
     """
     grace = _KILL_WAIT if kill_wait is None else kill_wait
     state, reason, preempted = fields["JobState"], fields.get("Reason", "None"), local_time(fields.get("PreemptTime"))
-    # SLURM starts a batch script again; of what salloc or srun began, nothing is left that it could start.
+    # SLURM restarts a batch script; of what salloc or srun began, nothing is left that it could start.
     may = False if fields.get("BatchFlag") == "0" else {"0": False, "1": True}.get(fields.get("Requeue", ""))
     end = local_time(fields.get("EndTime"))
     shown = ("JobState", "Reason", "Restarts", "NodeList", "EndTime", "PreemptTime")
@@ -179,7 +179,7 @@ def read_status(fields: Mapping[str, str]) -> JobStatus:
     job_state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
     state = _state(job_state)
     if state == "unknown":
-        return JobStatus(state, job_state or "scontrol said nothing of the job")
+        return JobStatus(state, job_state or "scontrol printed nothing about the job")
     restarts = fields.get("Restarts", "")
     begins, ends = local_time(fields.get("StartTime")), local_time(fields.get("EndTime"))
     return JobStatus(

@@ -59,20 +59,20 @@ class Proof(ABC):
         text = "all that the checkpoint holds, metrics.csv, and what your code and its modules keep"
         return f"compared after {newest.step} steps: {text}{ends}"
 
-    def run(self, kept: list[Path]) -> int:
+    def run(self, retained: list[Path]) -> int:
         """Tries it and prints the report: 0 where the resume is equal, else 1.
 
-        What is left of one that differs, or of a training that failed, is added to what is `kept`.
+        The folder of a proof that differs, or of a training that failed, is added to `retained`.
         """
         try:
             equal, lines = self.report()
         except RunFailedError as error:
-            kept.append(self.folder)
-            error.fix = "\n".join(filter(None, (error.fix, f"the files are kept: {self.folder}")))
+            retained.append(self.folder)
+            error.fix = "\n".join(filter(None, (error.fix, f"the files remain in {self.folder}")))
             raise
         if not equal:
-            kept.append(self.folder)
-            lines.append(f"  kept:  {self.folder}")
+            retained.append(self.folder)
+            lines.append(f"  files: {self.folder}")
         for line in lines:
             self.session.print(line)
         return 0 if equal else 1
@@ -109,8 +109,8 @@ class Proof(ABC):
             return True, [f"equal in every bit: {done}", text, compared]
         lost = [one for one in undisturbed.not_restored(resumed, saved) if one.name not in names]
         record = last_record(resumed.path)
-        said = [sentence(reason) for reason in record.seen] if record is not None else []
-        return False, [f"the resume differs: {done}", *explained(left, lost, said, self.fixes)]
+        reported = [sentence(reason) for reason in record.seen] if record is not None else []
+        return False, [f"the resume differs: {done}", *explained(left, lost, reported, self.fixes)]
 
     def _not_deterministic(self, undisturbed: Trained, control: Trained, noise: list[Unequal]) -> list[str]:
         """Two undisturbed runs differ; whether the order of sets is the reason, a third one shows."""
@@ -124,12 +124,12 @@ class Proof(ABC):
         causes = "a clock, a generator that is not seeded, or kernels that are not deterministic"
         return [*lines, f"  why:   {causes}", f"  do:    count steps instead of seconds; {self.deterministic}"]
 
-    def trained(self, name: str, again: str | None = None, hash_seed: int | None = None) -> Trained:
-        """One run that comes to its end; its directory is moved away, so that all are trained at the same place."""
-        self.to_end(again or name, hash_seed=hash_seed, folder=name, again=again is not None)
-        place = self.folder / name
-        shutil.move(self._run(), place / "run")
-        return Trained(place / "run", place / "notes")
+    def trained(self, name: str, resume_of: str | None = None, hash_seed: int | None = None) -> Trained:
+        """One run that comes to its end; its directory is moved away, so that all are trained in the same path."""
+        self.to_end(resume_of or name, hash_seed=hash_seed, folder=name, resumes=resume_of is not None)
+        folder_of_run = self.folder / name
+        shutil.move(self._run(), folder_of_run / "run")
+        return Trained(folder_of_run / "run", folder_of_run / "notes")
 
     def to_end(
         self,
@@ -138,21 +138,21 @@ class Proof(ABC):
         kill: bool = False,
         hash_seed: int | None = None,
         folder: str | None = None,
-        again: bool = False,
+        resumes: bool = False,
     ) -> None:
-        """Trains to the end, or to the kill; raises with what the training said where it failed."""
+        """Trains to the end, or to the kill; raises with the training's own error if it failed."""
         self._seeds += 1
-        place = self.folder / (folder or what)
-        notes = place / "notes"
+        folder_of_run = self.folder / (folder or what)
+        notes = folder_of_run / "notes"
         notes.mkdir(parents=True, exist_ok=True)
-        for stale in notes.glob("*.json") if again else ():
+        for stale in notes.glob("*.json") if resumes else ():
             stale.unlink()  # of the start that was killed
-        instructions = self.plan.to_json(notes, kill=kill, runs=str(self.folder / "runs"), again=again)
+        instructions = self.plan.to_json(notes, kill=kill, runs=str(self.folder / "runs"), resumes=resumes)
         environ = {**self.session.environ, PLAN: instructions}
         if environ.get("PYTHONHASHSEED", "random") == "random":  # else a resumed process has the same as well
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
         began = time.monotonic()
-        log = place / f"{what}.log"
+        log = folder_of_run / f"{what}.log"
         code = run_fairlead(self.words(), self.session, environ, log)
         self.session.warn(f"{what}: {'killed' if kill else 'trained'} in {time.monotonic() - began:.0f} s")
         if code and not kill:
@@ -189,14 +189,14 @@ def _tail(log: Path) -> str | None:
 
 
 def explained(
-    found: Sequence[Unequal], lost: Sequence[Unequal], said: Sequence[str], fixes: Mapping[str, str]
+    found: Sequence[Unequal], lost: Sequence[Unequal], reported: Sequence[str], fixes: Mapping[str, str]
 ) -> list[str]:
-    """What differs, first that which shows first; why, as the start has said or as the memory shows; what to do."""
+    """What differs, in order; the reasons that the start reported or the memory shows; what to do."""
     lines = [f"  first: {found[0]}", *(f"  also:  {one}" for one in found[1:_SHOWN])]
     if len(found) > _SHOWN:
         lines.append(f"         and {len(found) - _SHOWN} more")
-    lines += [f"  why:   the start said: {reason}" for reason in said[:_SHOWN]]
-    if not lost and not said:
+    lines += [f"  why:   the start reported: {reason}" for reason in reported[:_SHOWN]]
+    if not lost and not reported:
         return [*lines, "  why:   not found in what model, data, callbacks and their modules keep"]
     lines += [f"  why:   not restored: {one}" for one in lost[:_SHOWN]]
     kinds = dict.fromkeys(one.owner for one in lost)
@@ -247,7 +247,7 @@ class Trained:
         return len(list(self.notes.glob(f"{END}-*.json")))
 
     def not_restored(self, resumed: Trained, saved: int | None = None) -> list[Unequal]:
-        """What the user's code kept at the checkpoint, and what a resumed run begins with in its place.
+        """What the user's code held at the checkpoint, and what a resumed run begins with instead.
 
         `saved` is the step of the checkpoint, which may be one of the script's own behind the plan's.
 
@@ -298,10 +298,10 @@ def _checkpoint(reference: Trained, other: Trained, session: Session) -> Iterato
         steps = [one.step if one is not None else "none" for one in newest]
         yield Unequal("checkpoint", _LAST_STEP, f"{steps[0]} became {steps[1]}")
         return
-    places = [one.path for one in newest if one is not None]
+    paths = [one.path for one in newest if one is not None]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        words = ["checkpoint", "diff", *map(str, places), "--json"]
+        words = ["checkpoint", "diff", *map(str, paths), "--json"]
         main(words, plugins=session.plugins, environ=session.environ, cwd=session.cwd)
     try:
         found: list[dict[str, Any]] = json.loads(out.getvalue())["differences"]
@@ -309,16 +309,16 @@ def _checkpoint(reference: Trained, other: Trained, session: Session) -> Iterato
         raise RunFailedError("the checkpoints cannot be compared", why=err.getvalue().strip() or None) from None
     for one in sorted(found, key=_shows):
         yield Unequal("tensor" if one["kind"] == "values" else "checkpoint", one["name"], _how(one))
-    chosen = [f"{found.path.name}, {why}" for found, why in map(best_or_newest, (p.parent for p in places))]
+    chosen = [f"{found.path.name}, {why}" for found, why in map(best_or_newest, (p.parent for p in paths))]
     if chosen[0] != chosen[1]:
         yield Unequal("checkpoint", "the checkpoint that an evaluation takes", f"{chosen[0]} became {chosen[1]}")
 
 
 def _shows(one: dict[str, Any]) -> int:
-    """Its place among what differs: weights first, then what was registered, last what a run notes of itself."""
+    """Its position among what differs: weights first, then what was registered, last what a run notes of itself."""
     if one["name"].startswith(_BESIDE):
         return len(_ORDER) + 1
-    return next((place for place, start in enumerate(_ORDER) if one["name"].startswith(start)), len(_ORDER))
+    return next((position for position, start in enumerate(_ORDER) if one["name"].startswith(start)), len(_ORDER))
 
 
 def _how(one: dict[str, Any]) -> str:

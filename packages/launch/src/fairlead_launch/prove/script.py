@@ -28,11 +28,11 @@ def prove_script(config: LaunchConfig, script: Sequence[str], session: Session, 
         raise ConfigError(
             "--prove-resume starts its ranks itself, on one machine",
             where="--prove-resume",
-            why=f"started by {outer.by}" if outer is not None else "several nodes are asked for",
+            why=f"started by {outer.by}" if outer is not None else "several nodes are requested",
             fix="run it without a launcher, on one node: fairlead launch --nproc 2 --prove-resume SCRIPT",
         )
-    with trial_folder(session.cwd, ".prove-") as (folder, kept):
-        return _ScriptProof(config, script, session, folder, Plan.of(steps)).run(kept)
+    with trial_folder(session.cwd, ".prove-") as (folder, retained):
+        return _ScriptProof(config, script, session, folder, Plan.of(steps)).run(retained)
 
 
 class _ScriptProof(Proof):

@@ -47,9 +47,9 @@ class KubectlSubmitter(Submitter):
         if done.code is None:
             raise NotAnsweredError(
                 f"kubectl create did not answer within {_PATIENCE_S:g} s: the job may be in the cluster, or not",
-                where=self._place(),
+                where=self._location(),
                 why=_message(done),
-                fix=f"see `kubectl get {self.kinds[0]} -l {selector(object_name(request))}` before you submit it again",
+                fix=f"see `kubectl get {self.kinds[0]} -l {selector(object_name(request))}` before you resubmit it",
             )
         if done.code != 0:
             if made := done.output.split():
@@ -58,7 +58,7 @@ class KubectlSubmitter(Submitter):
         return object_name(request)
 
     def state(self, job: str) -> JobState:
-        """From the object's status; of a sweep as a whole the phase of the members that are not over."""
+        """From the object's status; of a full sweep the phase of the members that are not over."""
         each = 'jsonpath={range .items[*]}{.metadata.name} {.status}{"\\n"}{end}'
         try:
             done = self._run("get", self.kinds[0], "-l", selector(job), "-o", each)
@@ -77,7 +77,9 @@ class KubectlSubmitter(Submitter):
             raise self._refused(f"{job} was not ended", done)
         if "/" not in done.output:  # the names of what was deleted; without any, kubectl says so
             raise FairleadError(
-                f"there is no job {job}", where=self._place(), fix="if it is in another cluster, see `submit.context`"
+                f"there is no job {job}",
+                where=self._location(),
+                fix="if it is in another cluster, see `submit.context`",
             )
 
     def member(self, job: str, index: int) -> str:
@@ -105,13 +107,13 @@ class KubectlSubmitter(Submitter):
             )
         return attempt([found, *options, *arguments], _PATIENCE_S, self.environ, complaint_bytes=1 << 14)
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         return " ".join(self._words())
 
     def _refused(self, what: str, done: Attempt) -> FairleadError:
         return FairleadError(
             what,
-            where=self._place(),
+            where=self._location(),
             why=_message(done),
             fix="`submit.context` and `submit.namespace` say where; `kubectl auth can-i create jobs` whether you may",
         )

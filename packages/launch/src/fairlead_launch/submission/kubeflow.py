@@ -21,7 +21,7 @@ from fairlead_launch.submission.pods import (
 class KubeflowSubmitterConfig(PodSubmitterConfig):
     """A TrainJob of Kubeflow Trainer (v2), with a TrainingRuntime of its own.
 
-    `time` limits the whole job, all of its starts together; `extra` are further fields of the TrainJob's `spec`.
+    `time` limits the job, all of its starts together; `extra` are further fields of the TrainJob's `spec`.
 
     Example:
         >>> KubeflowSubmitterConfig(image="registry.example.com/sine:1", runs={"claim": "runs"}).name

@@ -22,7 +22,7 @@ from fairlead_launch.submission.pods import (
 class KubernetesSubmitterConfig(PodSubmitterConfig):
     """An Indexed Job of Kubernetes: a pod for each node, whose index is the rank of its node.
 
-    `time` limits the whole job, all of its starts together; `extra` are further fields of the Job's `spec`.
+    `time` limits the job, all of its starts together; `extra` are further fields of the Job's `spec`.
 
     Example:
         >>> KubernetesSubmitterConfig(image="registry.example.com/sine:1", runs={"claim": "runs"}).name

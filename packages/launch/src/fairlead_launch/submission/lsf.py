@@ -45,7 +45,7 @@ _PHASES: Final = {state: phase for phase, states in _STATES.items() for state in
 
 
 class LSFSubmitter(BatchSubmitter):
-    """`bsub`; asked by `bjobs`, ended by `bkill`."""
+    """`bsub`; queried by `bjobs`, ended by `bkill`."""
 
     config: LSFSubmitterConfig
     submits, asks, cancels = "bsub", "bjobs", "bkill"

@@ -1,4 +1,4 @@
-"""From a job to what a scheduler is asked for: hardware, the lead of the warning, the command, the job files."""
+"""From a job to what is requested from a scheduler: hardware, the lead of the warning, the command, the job files."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ NETWORKS: Final[Mapping[str, Mapping[str, str]]] = {
         "NCCL_SOCKET_IFNAME": _NOT_THESE,
     },
     # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
-    # Named, so that a missing driver is an error: NCCL would go on over TCP, many times slower.
+    # Named, so that a missing driver is an error: NCCL would continue over TCP, many times slower.
     "infiniband": {"NCCL_NET": "IB", "NCCL_SOCKET_IFNAME": _NOT_THESE},
     "ethernet": {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": _NOT_THESE},
 }

@@ -1,4 +1,4 @@
-"""`fairlead.submit`: a job is handed over from Python, and what came of it asked for."""
+"""`fairlead.submit`: a job is submitted from Python, and its state and result are read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Submission:
         return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
     def cancel(self) -> None:
-        """Ends the job; what was saved stays, and nothing starts it again."""
+        """Ends the job; what was saved stays, and it is not restarted."""
         self.submitter.cancel(self.id)
 
     def result(self, timeout: float | None = None, *, poll_s: float = 10.0) -> RunState | list[RunState]:
@@ -102,7 +102,7 @@ class Submission:
             f"job {self.id} is {ended}, and the run is not finished",
             where=self.records[0].folder,
             why="\n".join([*left[:5], *([f"and {len(left) - 5} more"] if len(left) > 5 else []), *printed]),
-            fix="submit the job again: it resumes from its newest checkpoint",
+            fix="resubmit the job: it resumes from its newest checkpoint",
         )
 
 
