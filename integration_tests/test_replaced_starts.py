@@ -109,7 +109,7 @@ def test_after_a_kill_on_another_host(tmp_path: Path) -> None:
     refused = fairlead(*more, cwd=tmp_path)
     assert refused.code == 2, refused.text
     assert "another job is using this run directory" in refused.text
-    assert "--wait takes its place" in refused.text
+    assert "--wait takes over" in refused.text
     killed(105)
     pod = fairlead(*more, cwd=tmp_path, environ=IN_A_POD)
     assert pod.code == 0, pod.text

@@ -171,7 +171,7 @@ def loop(tmp_path: Path) -> Iterator[tuple[Path, list[subprocess.Popen[str]]]]:
 
 def until_still(run: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while sum(bool(beat.place) for beat in read_heartbeats(run / "heartbeats")) < 2:
+    while sum(bool(beat.location) for beat in read_heartbeats(run / "heartbeats")) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     time.sleep(4.0)  # a rank is called late after ten seconds

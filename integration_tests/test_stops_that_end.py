@@ -92,7 +92,7 @@ def stuck(tmp_path: Path, where: str, **trainer: Any) -> Running:
 
     def all_stand() -> bool:
         there = read_heartbeats(beats)
-        return (tmp_path / "stuck").exists() or (len(there) > 1 and all(beat.place for beat in there))
+        return (tmp_path / "stuck").exists() or (len(there) > 1 and all(beat.location for beat in there))
 
     running.until(all_stand, "the ranks stand still")
     return running

@@ -35,7 +35,7 @@ def test_two_ranks_are_saved_and_stopped_by_files(tmp_path: Path, capsys: pytest
     assert "stops after its next step" in said("cancel", "small")
     ended = fit.end()
     assert ended.code == 143, ended.text
-    assert "asked by the file STOP; everything is saved" in ended.text
+    assert "requested it by the file STOP; everything is saved" in ended.text
     (stop,) = (event for event in events(run) if event["event"] == "stop")
     saved = [event["step"] for event in events(run) if event["event"] == "checkpoint"]
     assert (stop["reason"], stop["step"]) == ("cancelled", saved[-1])

@@ -133,7 +133,7 @@ def test_one_process_per_gpu(cluster: Cluster, folder: Path) -> None:
     job.signal("USR1")
     goes_on(job, folder, "unknown")
     step = history(folder, "stop", run=directory)[0]["step"]
-    assert f"stopped at step {step}, asked to stop; everything is saved" in job.text()
+    assert f"stopped at step {step}, on request; everything is saved" in job.text()
     assert f"resumes from {directory}/checkpoints/step-{step:08}" in job.text()
 
 

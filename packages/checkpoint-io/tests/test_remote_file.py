@@ -424,7 +424,7 @@ def test_a_ranks_copy_of_the_backend_has_no_thread(url: str, tmp_path: Path) -> 
     ("settings", "said"),
     [
         ({"url": "runs/gpt"}, "is no URL"),
-        ({"url": "s3://"}, "names no place"),
+        ({"url": "s3://"}, "names no location"),
         ({"url": "s3://me:hidden@bucket/x"}, "holds a user or a password"),
         ({"url": "s3://bucket/../x"}, "has a `.`"),
         ({"url": "s3://b/x", "storage_options": {"secret": "hidden"}}, "is a secret"),

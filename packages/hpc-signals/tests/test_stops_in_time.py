@@ -323,4 +323,4 @@ def test_a_step_that_hangs_is_ended(name: str, grace: str, code: int) -> None:
     _, words = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, words
     assert time.monotonic() - began < 20.0
-    assert words.startswith("stopped, asked to stop; not saved there: ")
+    assert words.startswith("stopped, on request; not saved there: ")

@@ -163,7 +163,7 @@ def test_a_stop_is_a_persons_and_no_other_start_is_wanted(tmp_path: Path, capsys
     assert (outcome.exit_code, outcome.requeued, outcome.reason.why) == (143, None, "cancelled")
     assert events == [("switch", {"file": "STOP", "by": me.by})]
     assert not (tmp_path / STOP).exists()
-    assert f"as {me.by} asked by the file STOP; everything is saved" in capsys.readouterr().err
+    assert f"as {me.by} requested it by the file STOP; everything is saved" in capsys.readouterr().err
 
 
 def test_a_stop_that_is_older_than_the_start_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

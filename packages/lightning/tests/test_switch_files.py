@@ -65,7 +65,7 @@ def test_a_fit_saves_and_goes_on_and_stops_and_the_next_start_ends_with_the_same
     (stop,) = events(run, "stop")
     by = events(run, "switch")[-1]["by"]
     assert (stop["reason"], stop["step"], latest(run).step) == ("cancelled", 26, 26)
-    assert stop["evidence"].startswith(f"{by} asked by the file STOP")
+    assert stop["evidence"].startswith(f"{by} requested it by the file STOP")
     assert [event["file"] for event in events(run, "switch")] == ["SAVE", "SAVE", "SAVE", "STOP"]
     assert not {"SAVE", "STOP"} & {path.name for path in run.iterdir()}
     again = fit(tmp_path, model=touched(run), **settings)

@@ -223,7 +223,7 @@ def test_without_a_scheduler_the_rest_is_shown(place: Place) -> None:
         assert "job:" not in place.fairlead("status", "gpt")
         assert place.scheduler.asked == asked
         (place.run / "STOP").touch()
-        assert "asked by the file STOP: not seen yet" in place.fairlead("status", "gpt")
+        assert "requested it by the file STOP: not seen yet" in place.fairlead("status", "gpt")
 
 
 # -- cancel
@@ -235,7 +235,7 @@ def test_a_running_run_is_asked_by_a_file(place: Place) -> None:
     with place.open():
         assert "stops after its next step, with a checkpoint" in place.fairlead("cancel", "gpt", "--save")
         assert (place.run / "STOP").exists()
-        assert "asked by the file STOP already" in place.fairlead("cancel", "gpt")
+        assert "requested it by the file STOP already" in place.fairlead("cancel", "gpt")
         assert place.cancelled == []
         assert "ended by fakecancel fake:7" in place.fairlead("cancel", "gpt", "--now")
         assert place.cancelled == ["fake:7"]
@@ -363,7 +363,7 @@ def test_following_goes_on_over_a_restart_until_the_run_has_ended(
     thread.join(PATIENCE)
     shown = [one.rpartition(": ")[2] for one in text.splitlines() if "[Rank" in one]
     assert shown == ["one", "two", "three", "four", "five", "six"]
-    assert "gpt is stopped (time_limit); another start was asked for: waiting for its next start" in text
+    assert "gpt is stopped (time_limit); another start was requested: waiting for its next start" in text
     assert "gpt is finished" in text
 
 

@@ -157,11 +157,11 @@ def test_the_record_of_a_rank_that_stands_still_is_its_last_beat_and_says_where_
         (found,) = read_heartbeats(tmp_path)
         return found
 
-    until(lambda: last().place)
+    until(lambda: last().location)
     assert (last().step, last().phase, last().start, last().host) == (49, "train", 3, "n2")
-    assert re.fullmatch(r"\w+@\w+\.py:\d+", last().place)
+    assert re.fullmatch(r"\w+@\w+\.py:\d+", last().location)
     beat.beat("train", 50)
-    until(lambda: last().step == 50 and not last().place)
+    until(lambda: last().step == 50 and not last().location)
     beat.close()
 
 

@@ -73,7 +73,7 @@ class Ranks:
             host=f"n{node}.cluster",
             now=lambda: time.time() - age_s,
         )
-        self.monkeypatch.setattr("fairlead_runs.heartbeat.place_of_thread", lambda _thread: place)
+        self.monkeypatch.setattr("fairlead_runs.heartbeat.location_of_thread", lambda _thread: place)
         for phase in phases or ("train",):
             writer.beat(phase, step)
         mine = local * 128
@@ -117,7 +117,7 @@ def test_where_all_are_at_one_step_the_rank_that_does_not_wait_is_named(ranks: R
         ranks.beat(rank, 42, 400, place=WAITS if rank != 9 else "acquire@locks.py:3")
     assert status().splitlines()[-1] == (
         "rank 9 (n1): at step 42 in train since 6 min, in acquire@locks.py:3; "
-        "15 others: waiting at step 42 in another place"
+        "15 others: waiting at step 42 at another line of code"
     )
 
 

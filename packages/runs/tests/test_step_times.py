@@ -259,7 +259,7 @@ def test_the_parts_of_a_run_with_a_failure_are_all_of_its_time(tmp_path: Path) -
     assert went.seconds[START_UP] == pytest.approx(40.0)
     assert went.seconds[FIRST_STEP] == pytest.approx(14.0)
     first, second = went.starts
-    assert (first.last_step, first.kept_step, second.first_step) == (30, 20, 20)
+    assert (first.last_step, first.continued_step, second.first_step) == (30, 20, 20)
     # 10 of 30 steps and their share of the save are done again, and 30 s passed until the failure was noticed.
     assert went.seconds[LOST] == pytest.approx(29 * 7.0 / 3 + 4.0 / 3 + 30.0, rel=0.02)
     assert went.seconds[SAVING] == pytest.approx(4.0 * 2 / 3 + 4.0)

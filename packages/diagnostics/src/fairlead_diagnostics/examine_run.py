@@ -212,7 +212,7 @@ def _different_calls(standing: Sequence[Standing]) -> Diagnosis:
 
 
 def _all_still(run: RunState, standing: Sequence[Standing], since: float) -> Diagnosis:
-    places = sorted({one.place for one in standing}) or sorted({beat.place for beat in run.ranks if beat.place})
+    places = sorted({one.place for one in standing}) or sorted({beat.location for beat in run.ranks if beat.location})
     who = "no rank has" if len(run.ranks) > 1 else "it has not"
     return Diagnosis(
         "hang",
@@ -271,7 +271,7 @@ def _costs(run: RunState) -> Iterator[Diagnosis]:
 
 def _ask(run: RunState, now: float) -> list[Standing]:
     """Has all ranks that stand still dump their stacks, and reads what came; the others are left alone."""
-    still = [beat for beat in run.ranks if beat.place]
+    still = [beat for beat in run.ranks if beat.location]
     if not still:
         return []
     request = stacks_request(run.path)
@@ -355,7 +355,7 @@ def _lines(
                     str(first.step),
                     first.phase,
                     ago(now - max(beat.time for beat in group)),
-                    at.place if at is not None else (run.state == "running" and first.place) or "-",
+                    at.place if at is not None else (run.state == "running" and first.location) or "-",
                     (at.collective if at is not None else None) or "-",
                 )
             )

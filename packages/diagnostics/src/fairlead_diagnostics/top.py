@@ -198,7 +198,9 @@ def _groups(run: RunState, now: float) -> Table:
     for group in groups[:_GROUPS]:
         first = group[0]
         seen = ago(now - max(beat.time for beat in group))
-        table.add_row(rank_ranges(beat.rank for beat in group), str(first.step), first.phase, seen, first.place or "-")
+        table.add_row(
+            rank_ranges(beat.rank for beat in group), str(first.step), first.phase, seen, first.location or "-"
+        )
     if len(groups) > _GROUPS:
         table.add_row(f"and {len(groups) - _GROUPS} more groups: fairlead status --json", "", "", "", "")
     return table

@@ -36,7 +36,7 @@ class ControlPlane:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._mailbox = StoreMailbox(store, rank, world_size)
-        self._listening = self._mailbox.connect_again()
+        self._listening = self._mailbox.reconnect()
         self._listeners: dict[StoreMailbox, _Listener] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -62,7 +62,7 @@ class ControlPlane:
         Its messages are mixed up with no other's, also of the same name: all ranks open those in the same order.
         """
         number = self._mailbox.count(f"{name}/opened/{self._mailbox.rank}")
-        return self._mailbox.connect_again().under(f"{name}/{number}")
+        return self._mailbox.reconnect().under(f"{name}/{number}")
 
     def listen(
         self,

@@ -60,7 +60,7 @@ class Kubernetes(LaunchedEnvironment):
 
     @hookimpl
     def fairlead_detect(self, environ: Mapping[str, str]) -> Claim | None:
-        """Claims a pod with an index that knows where to meet the others; without that, indexes are runs apart."""
+        """Claims a pod with an index and a rendezvous address; without that, indexes are runs apart."""
         pod, index, address = in_kubernetes(environ), text(environ, COMPLETION_INDEX), text(environ, "MASTER_ADDR")
         if pod is None or index is None or address is None or find_pod(environ) is not None:
             return None

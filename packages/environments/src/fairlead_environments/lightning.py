@@ -1,4 +1,4 @@
-"""One machine: no ranks are started yet, or Fairlead's launcher did, or Lightning's (its sign is LOCAL_RANK)."""
+"""One machine: no ranks were started yet, or Fairlead's launcher did, or Lightning's (its sign is LOCAL_RANK)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lightning(ResolvedRanks):
     extra = "lightning"
     example_environ: ClassVar[Mapping[str, str]] = {}
     codes: ClassVar[Mapping[str, str]] = {
-        "node-rank-ignored": "NODE_RANK or NNODES says that this is one of several nodes; which, is not given.",
+        "node-rank-ignored": "NODE_RANK or NNODES says that this is one of several nodes; not which.",
     }
 
     @hookimpl
@@ -91,7 +91,7 @@ class Lightning(ResolvedRanks):
 
     @hookimpl
     def fairlead_check(self, resolution: Resolution, environ: Mapping[str, str]) -> Iterator[Finding]:
-        """One node of several, whose peers will not come."""
+        """One of several nodes by its variables, but without a rendezvous."""
         node, nodes = text(environ, "NODE_RANK", "GROUP_RANK"), text(environ, "NNODES")
         given = node if node is not None and node.value != "0" else nodes
         if given is not None and (given is node or given.value != "1") and not resolution.topology.launched:

@@ -1,4 +1,4 @@
-"""What a launcher around the ranks does with the signals that announce a stop, checked before it costs one."""
+"""What a launcher around the ranks does with the signals that announce a stop."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def build(config: EnvironmentConfigBase, context: BuildContext) -> ResolvedEnvir
                 where="environment variable MASTER_PORT",
                 fix="export the same free MASTER_PORT for all ranks",
             )
-        # One rank has no peers: any free port, so that two jobs that start at one moment do not take the same.
+        # One rank needs no rendezvous: any free port, so that two jobs that start at one moment do not take the same.
         preferred = _value(resolution.settings.get("main_port")) if resolution.world_size > 1 else None
     environment = ResolvedEnvironment(
         launched=launched,
@@ -60,7 +60,7 @@ def _value(setting: Setting | None) -> Any:
 class ResolvedEnvironment(ClusterEnvironment):
     """A cluster environment whose answers are fixed where a launcher gave them; None takes what Lightning sets.
 
-    Without `main_port` it takes `preferred_port` if that is free, else a free one, at the first access. `environ` is
+    Without `main_port` it takes `preferred_port` if that is free, else a free one, when it is first read. `environ` is
     live: Lightning's launcher writes LOCAL_RANK there.
     """
 

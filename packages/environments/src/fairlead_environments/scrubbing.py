@@ -96,9 +96,9 @@ class HiddenVariables(ContextDecorator):
         """Puts each of them back as it was."""
         with _lock:
             block = self._blocks.pop()
-            position = _open.index(block)
-            later = [other for other in _open[position + 1 :] if other.environ is self._environ]
-            del _open[position]
+            index = _open.index(block)
+            later = [other for other in _open[index + 1 :] if other.environ is self._environ]
+            del _open[index]
             names = set(block.saved)
             for store in (self._environ, *(other.saved for other in later)):
                 names.update(filter(block.hides, store))

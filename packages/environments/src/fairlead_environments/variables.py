@@ -92,7 +92,7 @@ def local_world_size(environ: Mapping[str, str], world: Setting | None, nodes: S
 
 
 def short_name(host: str) -> str:
-    """A host name without its domain; an address stays as it is."""
+    """A host name without its domain; an address stays unchanged."""
     head, _, _ = host.partition(".")
     return host.lower() if head.isdigit() or ":" in host else head.lower()
 

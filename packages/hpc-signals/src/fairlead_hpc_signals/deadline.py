@@ -15,9 +15,9 @@ from fairlead_hpc_signals.flags import SignalFlags
 from fairlead_hpc_signals.outcomes import StopPolicy
 
 KILL_WAIT: Final = 30.0
-"""Seconds between SIGTERM and SIGKILL where the scheduler does not tell: SLURM's own default."""
+"""Seconds between SIGTERM and SIGKILL if the scheduler does not report it: SLURM's own default."""
 WARNED: Final = 600.0
-"""Seconds that a warning, as SIGUSR1, is taken to come ahead while the scheduler does not tell when it ends the job."""
+"""Seconds that a warning, as SIGUSR1, is taken to come ahead until the scheduler reports when it ends the job."""
 _TWICE: Final = 10.0  # seconds within which a second SIGTERM belongs to the first: slurmd and srun each send one
 _REQUEUE: Final = 10.0  # seconds that are reserved for the requeue
 
@@ -25,7 +25,7 @@ _REQUEUE: Final = 10.0  # seconds that are reserved for the requeue
 class Deadline:
     """When the scheduler ends this process, as well as this rank knows it; it counts from `begin`.
 
-    What counts, in this order: `StopPolicy.grace_s`; what the scheduler answered; in a scheduler's job what it said at
+    What counts, in this order: `StopPolicy.grace_s`; the scheduler's answer; in a scheduler's job its answer at
     the start of the loop, else 30 s after SIGTERM and 600 s after a warning; never more than
     `StopPolicy.save_timeout_s`.
     """
@@ -35,13 +35,13 @@ class Deadline:
         self._policy = policy
         self.in_job = bool(find_jobs(environ, default_plugins()))
         self._began = math.inf
-        self._answered: float | None = None
-        self._answered_at = 0.0
+        self._announced_end: float | None = None
+        self._announced_at = 0.0
         self._kill_wait = KILL_WAIT
         self._expected = math.inf
 
     def begin(self) -> None:
-        """A stop of this rank is requested; the first time counts."""
+        """A stop was requested of this rank; the first time counts."""
         self._began = min(self._began, time.monotonic())
 
     def expect(self, remaining_s: float | None, grace_s: float | None) -> None:
@@ -52,10 +52,10 @@ class Deadline:
             self._kill_wait = grace_s
 
     def learn(self, remaining_s: float) -> None:
-        """The scheduler has answered when it ends the job; not every answer counts what it grants after SIGTERM."""
+        """The scheduler has reported when it ends the job; not every answer includes the time after SIGTERM."""
         self.begin()
-        self._answered = max(time.monotonic() + remaining_s, self._began + self._kill_wait)
-        self._answered_at = time.time()
+        self._announced_end = max(time.monotonic() + remaining_s, self._began + self._kill_wait)
+        self._announced_at = time.time()
 
     def left(self) -> float:
         """Seconds until the end."""
@@ -79,25 +79,25 @@ class Deadline:
     def _granted(self) -> float:
         if self._policy.grace_s is not None:
             return self._began + self._policy.grace_s
-        since = self._answered_at + _TWICE if self._answered is not None else 0.0
+        since = self._announced_at + _TWICE if self._announced_end is not None else 0.0
         terminated = next((f.time for f in self._flags.flags if f.signal == "SIGTERM" and f.time > since), None)
         if terminated is not None and self.in_job:
-            return min(time.monotonic() - (time.time() - terminated) + self._kill_wait, self._answered or math.inf)
-        if self._answered is not None:
-            return self._answered
+            return min(time.monotonic() - (time.time() - terminated) + self._kill_wait, self._announced_end or math.inf)
+        if self._announced_end is not None:
+            return self._announced_end
         if not self.in_job:
             return math.inf
         return self._began + min(WARNED, max(self._expected - self._began, self._kill_wait))
 
 
 _SHARE = 0.25  # of the time there is; a scheduler that has not answered by then needs the rest for the requeue
-_STALE = 5.0  # seconds after which the scheduler is queried once more before a requeue
-_EARLY = 60.0  # seconds for an answer before any signal, which holds up nothing
+_STALE = 5.0  # seconds after which the scheduler is queried anew before a requeue
+_EARLY = 60.0  # seconds for an answer before any signal
 _AGAIN = 2.0  # seconds for that; it has answered before
 
 
 class Question:
-    """Queries the scheduler in a separate thread, from `start` on; rank 0 does it, or the rank that leads instead.
+    """Queries the scheduler in a thread, from `start` on; on rank 0, or the rank that leads instead of it.
 
     `ask` gets the seconds that the scheduler may take.
     """
@@ -119,7 +119,7 @@ class Question:
         return reason
 
     def start(self) -> None:
-        """Queries it, unless that was done before."""
+        """Sends the query, once."""
         with self._starting:
             if self._requested_at is None:
                 self._requested_at = time.monotonic()

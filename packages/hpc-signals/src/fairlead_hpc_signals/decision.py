@@ -1,4 +1,4 @@
-"""What the ranks agree on: the boundary at which all stop, and which rank got which signal."""
+"""What the ranks agree on: the boundary at which all stop, and which signals requested it of which ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AgreementError(RunFailedError):
 class StopRequest:
     """What was requested of one rank: by signals, each so often, or by `ask`, `why`; `time` in seconds since the epoch.
 
-    `final`: no restart is wanted.
+    `final`: the request wants no other start.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class StopRequest:
 class StopDecision:
     """The one decision of all ranks: they stop at the first boundary of at least this number.
 
-    `requests` are of the ranks that had a request by then, first come first, at most 64 of the `flagged`; `signals`
+    `requests` are of the ranks that had requests by then, first come first, at most 64 of the `flagged`; `signals`
     all that had come to any rank, in the order of their first; `final` is who requested that the job not restart.
     """
 
@@ -63,7 +63,7 @@ class StopDecision:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The lowest number at which a rank can still stop or save; its request, if there is one; whether to save."""
+    """The lowest number at which a rank can still stop or save; its request, if any; whether to save."""
 
     earliest: int
     request: StopRequest | None = None
@@ -89,7 +89,7 @@ class Requested(NamedTuple):
 
 
 def request_of(rank: int, flags: SignalFlags, requested: Requested | None) -> StopRequest | None:
-    """The requests to this rank so far, by signals or by a call of `ask`."""
+    """What was requested of this rank so far, by signals or by a call of `ask`."""
     came, counts = flags.flags, flags.counts
     if not came and requested is None:
         return None

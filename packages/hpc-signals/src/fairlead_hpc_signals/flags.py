@@ -28,7 +28,7 @@ _MOST = 1000  # notes that are stored; a sender that never stops must not fill t
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 _MOMENT: Final = 0.2  # seconds in which a main thread that is in Python calls a handler
-_wakeups: Final[set[int]] = set()  # files that `signal.set_wakeup_fd` was given here
+_wakeups: Final[set[int]] = set()  # files that were given to `signal.set_wakeup_fd` here
 
 
 def signal_number(name: str | int) -> signal.Signals:
@@ -116,7 +116,7 @@ class SignalFlags:
         try:
             os.write(self._write_fd, b"!")
         except OSError:
-            return  # the pipe is full, so any waiter is awake; or it is closed, and there is none
+            return  # the pipe is full, so whoever waits is awake; or it is closed
 
     def clear(self) -> None:
         """Forgets what came, for a program that continues after it."""
@@ -271,7 +271,7 @@ class _Wakeup:
         return True
 
     def close(self) -> None:
-        """Stops listening; in a forked child its parent continues."""
+        """Nothing is heard any more; in a forked child its parent still hears."""
         if self._closed:
             return
         self._closed = True

@@ -23,8 +23,8 @@ class LSF(SchedulerRequeue):
     program = "brequeue"
     start = "bsub"
     refusals: ClassVar[Mapping[str, str]] = {
-        "No matching job found": "submit the job again; LSF no longer knows it",
-        "User permission denied": "submit the job again, or try `requeue: script`",
+        "No matching job found": "resubmit the job; LSF no longer knows it",
+        "User permission denied": "resubmit the job, or try `requeue: script`",
     }
     example_environ: ClassVar[Mapping[str, str]] = {"LSB_JOBID": "7"}
 

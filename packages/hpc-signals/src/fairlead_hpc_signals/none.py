@@ -1,4 +1,4 @@
-"""The requeuer `none`: nothing restarts the job."""
+"""The requeuer `none`: the job is not restarted."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class StopOutcome:
         outcome_text = saved
         if self.unsaved is not None:
             outcome_text = f"not saved there: {self.unsaved}. {earlier or NO_CHECKPOINT}"
-        because = f"as {self.requested}" if self.requested else _BECAUSE.get(self.reason.why, "asked to stop")
+        because = f"as {self.requested}" if self.requested else _BECAUSE.get(self.reason.why, "on request")
         stopped = f"stopped{where}, {because}; {outcome_text}"
         if self.error:
             restart = "The job does not restart by itself" if self.start_wanted else "It restarts all the same"
@@ -152,7 +152,7 @@ def planned(
 ) -> StopOutcome:
     """What is to follow from a reason; `budget` says why no other start is wanted, `requeue_code` is that of 75.
 
-    `final` is who has requested that the job not restart, whatever the reason.
+    `final` is who requested that the job not restart, whatever the reason.
     """
     if final is not None:
         reason = replace(reason, why="cancelled", evidence=f"{final}; {reason.evidence}")
@@ -165,7 +165,7 @@ def planned(
 
 
 def start_wanted(reason: StopReason, signals: Sequence[str], policy: StopPolicy) -> bool:
-    """Whether the job is to restart; never after a cancellation or an interrupt from the keyboard."""
+    """Whether the job is to be restarted; never after a cancellation or an interrupt from the keyboard."""
     if not policy.auto_requeue or reason.why == "cancelled" or set(signals) == {"SIGINT"}:
         return False
     return policy.requeue_unknown if reason.why == "unknown" else True

@@ -1,4 +1,4 @@
-"""Runs the command that requeues a job: with retries after a failure, and with an answer when it fails."""
+"""Runs the command that requeues a job: retried after a failure, with the reason when it fails."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_command(
 ) -> str:
     """Runs a command until it succeeds, without a shell; what was run and its first line of output, for the history.
 
-    `missing` is what to do when the program is not there. `refusals` are words in its output after which trying again
+    `missing` is what to do when the program is not there. `refusals` are words in its output after which a retry
     is of no use, each with what to do; `done_before` words of a refusal that says that it is done: an attempt before
     may have been ended with the job. `RunFailedError`: it is not there, or no attempt succeeded.
     """

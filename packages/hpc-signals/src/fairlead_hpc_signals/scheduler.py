@@ -33,7 +33,7 @@ def why_stopped(
     Args:
         environ: The environment of the job: names it, and finds the scheduler's commands.
         plugins: Where the environments are found; None: those that are installed.
-        timeout_s: Seconds for the answer; without one the reason is `unknown`.
+        timeout_s: Seconds for the full answer; without one the reason is `unknown`.
         limit_window_s: See `LIMIT_WINDOW`; longer where jobs are warned earlier, as by `--signal=USR1@1800`.
     """
     deadline = time.monotonic() + timeout_s

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerRequeue(RequeuePlugin):
-    """Asks a scheduler to restart its job, by the `requeue` command of the `Job` that its environment finds.
+    """Has a scheduler restart its job, by the `requeue` command of the `Job` that its environment finds.
 
     The tag is that of the scheduler, as `Job.id` begins with it and the environment's `requeue` names it.
     """

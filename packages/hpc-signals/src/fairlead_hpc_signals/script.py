@@ -1,4 +1,4 @@
-"""The requeuer `script`: leaves a script behind that has the job restarted, for the job script to run."""
+"""The requeuer `script`: writes a script that has the job restarted, for the job script to run."""
 
 from __future__ import annotations
 

@@ -19,17 +19,17 @@ from fairlead_runs.waiting import ranks_text
 
 _LEAVE_TIMEOUT: Final = 5.0  # seconds that ranks wait for each other at the very end
 OUTCOME: Final = "shutdown/outcome"
-"""The message with how the stop ended, of the rank that had the job restarted."""
+"""The message with how the stop ended, from the rank that had the job restarted."""
 _UNSAVED: Final = (FairleadError, OSError, RuntimeError)  # a disk, or torch's words for one or for a lost peer
-_FINAL_ERRORS: Final = (ConfigError, RunLockedError)  # of the user's, or another start has replaced this one
+_NOT_AGAIN: Final = (ConfigError, RunLockedError)  # of the user's, or another start has replaced this one
 _BUG: Final = "bug: "
 
 
 class Shutdown:
     """One rank's part in the shutdown after a stop; all ranks call `plan`, `finish` and `requeue`, in this order.
 
-    `signals` and `final` (who requested no restart) are the same on all ranks; `budget` (why no other start is
-    wanted after a reason, or None) is called on rank 0 only, which alone asks it.
+    `signals` and `final` (who requested no other start) are the same on all ranks; `budget` (why no other start is
+    wanted after a reason, or None) is called on rank 0 only, which alone queries the scheduler.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Shutdown:
         """What is to come, once all ranks have saved or no more time is left for it; None: rank 0 did not say.
 
         `error` says why this rank could not save. One of a disk or of lost peers is part of the plan: the checkpoint
-        before counts. Any other is raised, and a `RunFailedError` by the other ranks: a bug would repeat for ever.
-        `requeue_code` is the exit code that requests a restart, where the requeuer has one.
+        before counts. Any other is raised, and a `RunFailedError` by the other ranks: a bug would recur forever.
+        `requeue_code` is the exit code that asks for another start, where the requeuer has one of its own.
         """
         self._requeue_code = requeue_code
         bug = error is not None and (isinstance(error, _FINAL_ERRORS) or not isinstance(error, _UNSAVED))
@@ -153,14 +153,14 @@ def _cancel(requeuer: Requeuer) -> None:
 
 
 def claim_requeue(mailbox: Mailbox) -> bool:
-    """Whether this rank is the one that has the job restarted: the first of all ranks to ask."""
+    """Whether this rank is the one that has the job restarted: the first rank that claims it."""
     return mailbox.count("shutdown/claimed") == 1
 
 
 def requeued(plan: StopOutcome, requeuer: Requeuer | None, deadline: Deadline) -> StopOutcome:
-    """The outcome, after the job is restarted where that is wanted; a scheduler that hangs is queried to the end.
+    """The outcome, after the job is restarted where that is wanted; a scheduler that hangs is retried to the end.
 
-    A process that ends before would end a job that nothing restarts, while SLURM itself requeues a preempted one.
+    A process that ends before would end a job that is not restarted, while SLURM itself requeues a preempted one.
     """
     if requeuer is None or plan.reason.scheduler_requeues:
         return plan

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _CHECK_TIMEOUT: Final = 5.0  # seconds that the start of a job may wait for an answer
-_SUBMIT: Final = "submit the job again; with `sbatch --requeue` SLURM lets it be requeued"
+_SUBMIT: Final = "resubmit the job; with `sbatch --requeue` SLURM lets it be requeued"
 
 
 class SLURMRequeueConfig(CommandSettings):
@@ -37,12 +37,11 @@ class SLURM(SchedulerRequeue):
     extra = "slurm"
     program = "scontrol"
     start = "sbatch or srun"
-    # Slurm's own messages (slurm_errno.c); every other failure, such as a busy controller, is retried.
+    # Messages of Slurm's own (slurm_errno.c); every other failure, such as a busy controller, is retried.
     refusals: ClassVar[Mapping[str, str]] = {
-        "Invalid job id": "submit the job again; SLURM no longer knows it",
+        "Invalid job id": "resubmit the job; SLURM no longer knows it",
         "Requested operation is presently disabled": _SUBMIT,
-        "Access/permission denied": "submit the job again; on this cluster users may not requeue: try "
-        "`requeue: script`",
+        "Access/permission denied": "resubmit the job; on this cluster users may not requeue: try `requeue: script`",
     }
     # SLURM ends the job's processes as it requeues it, and sometimes the command itself before it has its answer.
     done_before = ("Job is pending execution",)
@@ -64,7 +63,7 @@ class SLURM(SchedulerRequeue):
             yield Finding(
                 "warning",
                 "requeue-refused",
-                f"SLURM will not requeue job {job[-1]}: a stop saves everything, but nothing restarts it",
+                f"SLURM will not requeue job {job[-1]}: a stop saves everything, but it is not restarted",
                 where="trainer.requeue",
                 why="its Requeue is 0 (sbatch --no-requeue, or JobRequeue=0 in slurm.conf), or sbatch did not start it",
                 fix="submit it with `sbatch --requeue`; or `requeue: none`, if it must not restart",
@@ -99,10 +98,10 @@ class SLURMRequeuer(SchedulerRequeuer):
             raise RunFailedError(f"the job is not cancelled: scancel {argv[-1]}", why=problem)
 
     def _ask(self, *words: str) -> str:
-        answer, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
+        output, problem = ask(words, time.monotonic() + self.config.timeout_s, self.environ)
         if problem:
             raise RunFailedError("the job is not requeued: SLURM does not answer", where=" ".join(words), why=problem)
-        return answer
+        return output
 
 
 build = SLURMRequeuer.build

@@ -136,7 +136,7 @@ class PreemptionGuard:
             self._watch.overdue = overdue
 
     def lost(self, error: BaseException) -> bool:
-        """Whether an error says no more than that another rank went away while all were stopping.
+        """Whether an error says no more than that another rank went away during a stop.
 
         Then that rank is gone, and the stop is carried out without it: see `ended_by`. One that was gone before has
         failed: the SIGTERM by which srun or torchrun then ends the others asks for no stop.
@@ -202,7 +202,7 @@ class PreemptionGuard:
 
     @property
     def decision(self) -> StopDecision | None:
-        """Where all stop and which rank got which request; None before that."""
+        """Where all stop, and the requests; None before that."""
         return None if self._agreement is None else self._agreement.decision
 
     def save_and_requeue(
@@ -223,7 +223,7 @@ class PreemptionGuard:
 
         Args:
             save: Writes the checkpoint.
-            requeuer: Restarts the job; None leaves it to who started it, by the exit code.
+            requeuer: Has the job restarted; None leaves it to who started it, by the exit code.
             durable: Returns when what was saved survives a power cut.
             finish: Closes loggers and writes the history, before the job is requeued: the scheduler may end it at once.
                 Left out when the time left is known to be short.

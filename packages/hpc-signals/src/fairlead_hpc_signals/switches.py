@@ -31,7 +31,7 @@ class SwitchFiles:
 
     Args:
         run: The run directory.
-        record: Writes an event into the run's history; None: not recorded.
+        record: Writes an event into the run's history; None: nothing is written.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SwitchFiles:
             self._thread.join(2.0)
 
     def carried_out(self, outcome: StopOutcome) -> None:
-        """Removes the `STOP` that has requested this stop; one that came later stays.
+        """Removes the `STOP` that requested this stop; one that came later stays.
 
         It stays as well where the job restarts all the same: then it is to stop once more.
         """
@@ -89,7 +89,7 @@ class SwitchFiles:
 
     def _look(self, save: Callable[[], None], stop: Callable[..., None]) -> bool:
         """Whether a stop was requested."""
-        with suppress(OSError):  # a file system that does not answer now is tried later
+        with suppress(OSError):  # a file system that does not answer now is retried
             found = find_switch(self._run, STOP)
             if found is not None:
                 stop(str(found), final=True)

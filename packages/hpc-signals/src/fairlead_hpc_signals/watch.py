@@ -34,7 +34,9 @@ from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was requested
-_SAY_S: Final = 10.0  # without progress for so long, the ranks that are waited for are shown; heartbeats tell before
+_SAY_S: Final = (
+    10.0  # without progress for so long, the rank that is waited for is reported; heartbeats have its location by then
+)
 _ASK_S: Final = 2.0  # how often it is looked where the ranks stand, once one has made no progress for so long
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
 _APART_S: Final = 1.0  # a second SIGTERM that comes sooner belongs to the first: a launcher often sends two
@@ -73,7 +75,7 @@ class StopWatch:
         self._question = question
         self._policy = policy
         mailbox = agreement.mailbox
-        self._mailbox = mailbox.connect_again() if isinstance(mailbox, StoreMailbox) else mailbox
+        self._mailbox = mailbox.reconnect() if isinstance(mailbox, StoreMailbox) else mailbox
         self._shared = False
         self._ending = threading.Lock()
         self._closed = threading.Event()
@@ -185,8 +187,8 @@ class StopWatch:
 
     def _announce(self) -> None:
         names = " and ".join(self._flags.counts)
-        again = "; again to stop now" if "SIGINT" in self._flags.counts else ""
-        to_stderr(f"{names or 'requested'}: stopping after this step, then saving{again}")
+        hint = "; again to stop now" if "SIGINT" in self._flags.counts else ""
+        to_stderr(f"{names or 'stop requested'}: stopping after this step, then saving{hint}")
 
     @property
     def _at(self) -> str:
@@ -208,7 +210,7 @@ class StopWatch:
             self.end("SIGTERM came again")
 
     def _share_deadline(self) -> Deadline:
-        """The deadline, with what rank 0 has heard from the scheduler; called only when it counts."""
+        """The deadline, with what rank 0 has heard from the scheduler; read only when it counts."""
         summary = self._question.reason.remaining_s if self._leads else None
         if self._leads and summary is not None and not self._shared:
             self._shared = True
@@ -233,7 +235,7 @@ class StopWatch:
             text = self._asking(lambda: self._mailbox.get(OUTCOME, patience), patience + _STORE_S)
             if text is not None:
                 return StopOutcome.from_json(text)
-            return planned(StopReason("unknown", "no rank knows it"), signals, policy, None, code)
+            return planned(StopReason("unknown", "no rank reported it"), signals, policy, None, code)
         plan = planned(self._question.answer(), signals, policy, overdue.budget, code, self._final)
         plan = replace(plan, unsaved=why, without=without)
         if overdue.record is not None:

@@ -33,7 +33,7 @@ class OutliveStops:
     def __call__(self, worker: int) -> None:
         """Called in the worker, with its number."""
         parent = os.getppid()
-        # A thread waits for them, as Python's handlers do not learn who sent a signal. A worker that was spawned has
+        # A thread waits for them, as Python's handlers do not get the sender of a signal. A worker that was spawned has
         # threads of libraries already, which do not block them: there a handler keeps the process alive.
         for number in self.signals:
             signal.signal(number, _nothing)

@@ -55,7 +55,7 @@ class _Node:
         """Whether it has introduced itself."""
         return self.rank >= 0
 
-    def place(self) -> tuple[bool, int, int]:
+    def order(self) -> tuple[bool, int, int]:
         """What nodes are sorted by: node 0 first, then by number, then as they came."""
         return (not self.lead, self.rank, self.arrival)
 
@@ -220,7 +220,7 @@ class Coordinator:
         return self._least == self._most
 
     def _known(self) -> list[_Node]:
-        return sorted((node for node in self._nodes if node.known), key=_Node.place)
+        return sorted((node for node in self._nodes if node.known), key=_Node.order)
 
     def _gather(self) -> None:
         """Starts the ranks, when enough nodes are there."""
@@ -236,7 +236,7 @@ class Coordinator:
             self._end(1, self._too_few())
 
     def _settled(self, waiting: Sequence[_Node], now: float) -> bool:
-        """Whether no other node is to be waited for."""
+        """Whether all nodes that are expected have arrived."""
         if self._last is None:
             return len(waiting) >= self._most or now - self._came > _LATE_S
         return all(node.port is not None for node in self._last.members)  # else it still ends its ranks

@@ -62,7 +62,7 @@ def become(request: Request) -> None:
 
 
 def _repeat_at_import(environ: Mapping[str, str]) -> None:
-    """Repeats what libraries do when they are imported, and what depends on the process."""
+    """Repeats what libraries do on import that depends on the process."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     for name, variables in _RANKS.items():

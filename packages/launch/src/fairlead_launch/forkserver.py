@@ -106,7 +106,7 @@ class ForkServer:
         path: Where both are looked for; None: `sys.path`.
         environ: All variables of the server; None: those of this process.
         title: Words that `ps` shows for it and what it forks.
-        connection: A server that runs already, by what `lend` returned; the others are then not restarted.
+        connection: A server that runs already, by what `lend` returned; the other arguments are then ignored.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class ForkServer:
         variables = dict(os.environ if environ is None else environ)
         self._connection = self._start(variables, title) if connection is None else connection
         self._connection.settimeout(_START_S)
-        folders = list(sys.path if path is None else path)
-        _send(self._connection, _Preload(list(imports), list(modules), folders, variables))
+        search_path = list(sys.path if path is None else path)
+        _send(self._connection, _Preload(list(imports), list(modules), search_path, variables))
 
     def _start(self, environ: Mapping[str, str], title: Sequence[str]) -> socket.socket:
         connection, server_end = socket.socketpair()
@@ -186,7 +186,7 @@ class ForkServer:
         return ForkedProcess(self, int(self._ask(request, list(given.values()))))
 
     def code(self, pid: int) -> int:
-        """The exit code of a forked process that has ended; queried once."""
+        """The exit code of a forked process that has ended; call it once."""
         return int(self._ask(pid))
 
     def alive(self) -> bool:
@@ -284,7 +284,7 @@ def thaw_for_nanobind() -> None:
 def main(fd: int) -> None:
     """The life of a server, and of what it forks; that ends as an interpreter does, by leaving this."""
     connection, pristine = socket.socket(fileno=fd), sys.path[:]
-    gc.disable()  # what it imports stays; to scan it repeatedly is a sixth of the time
+    gc.disable()  # what it imports stays; collecting it repeatedly takes a sixth of the time
     atexit.register(thaw_for_nanobind)
     os.setpgid(0, 0)  # Ctrl-C is for the caller, with whom this ends
     while True:
@@ -301,8 +301,8 @@ def main(fd: int) -> None:
             _send(connection, obstacles)
         except BrokenPipeError:  # the caller has not waited for it
             return
-        # A scheduler signals all processes of a job: without this one it would be unknown how those forked have ended.
-        # It ends with its caller; what is forked resets the signals.
+        # A scheduler signals all processes of a job: without this one the exit codes of its children would be lost.
+        # It ends with its caller; forked processes unblock the signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         request = _serve(connection)
         connection.close()

@@ -262,7 +262,7 @@ def _wait(hosts: Sequence[_Host], received: list[int], needed: bool, stderr: IO[
         running = [host for host in hosts if host.process.poll() is None]
         while received:
             number = received.pop(0)
-            # The first tells the others, once; a second request means all.
+            # The first passes a signal on to the others; a second Ctrl-C goes to all.
             for host in running if signalled and number == signal.SIGINT else running[:1]:
                 host.tell(str(int(number)))
             signalled += 1

@@ -32,7 +32,7 @@ from fairlead_runs.waiting import parse_ranks
 
 
 def processes_per_node(requested: int | str, environ: Mapping[str, str], plugins: PluginManager) -> tuple[int, str]:
-    """How many processes a node has, and why; `ConfigError`: one for each GPU is requested, and there is none."""
+    """How many processes a node has, and why; `ConfigError`: one for each GPU is requested, and there is no GPU."""
     if isinstance(requested, int):
         return requested, "--nproc"
     kinds = [cast("AcceleratorPlugin", plugin) for plugin in plugins.distinct("accelerator").values()]

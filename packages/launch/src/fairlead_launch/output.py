@@ -1,4 +1,4 @@
-"""What ranks print: written to a file for each, with time and rank, and shown on the terminal, equal lines once.
+"""What ranks print: logged in one file each, with time and rank, and shown on the terminal, equal lines only once.
 
 A thread copies from a pipe for each stream, so that what native code prints and a rank's last words are there, too. A
 stream that is shown as it comes gets a terminal where ours is one, for progress bars.
@@ -30,7 +30,7 @@ _EQUAL_S: Final = 0.3
 _HELD: Final = 1 << 16
 """Characters of a rank that are held until it is known where its log is."""
 _SETTLE_S: Final = 20.0
-"""How long to wait for the folder of the logs: a script may open a run."""
+"""How long to wait for the log folder to be announced: a script may open a run."""
 _LONGEST: Final = 1 << 16
 """Bytes of a line; a longer one is cut into several."""
 _LEVEL: Final = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]")
@@ -101,7 +101,7 @@ class Output:
         raw: The rank whose streams go to ours as they are; None: all that are shown come line by line, with their rank.
         shown: The ranks whose lines are shown.
         folder: Where the logs are; None: not known yet (`keep_in`), and what comes is held.
-        fallback: Where they are when that is unknown after some seconds; None: they are only held, not all of them.
+        fallback: Where they go if no folder is announced within some seconds; None: only the last lines are held.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Output:
         self._settle()
 
     def _settle(self) -> None:
-        """The folder of the logs is not known."""
+        """Takes the fallback: no log folder was announced."""
         self._settle_at = math.inf
         if self._fallback is not None:
             self.keep_in(self._fallback)
@@ -308,7 +308,7 @@ class Output:
             self._show(1, "".join(shown).encode())
 
     def _show(self, number: int, data: bytes) -> None:
-        """Writes to our own stream; where it is closed, the logs continue."""
+        """Writes to our own stream; if its reader is gone, only the logs continue."""
         ours = (sys.stdout, sys.stderr)[number - 1]
         if ours is None or number in self._broken:
             return

@@ -121,7 +121,7 @@ class Participant:
             time.sleep(0.02)
 
     def trouble(self, stop: int | None) -> str | None:
-        """Why the ranks of this node cannot continue; passes a stop on to the other nodes, and theirs on."""
+        """Why the ranks of this node cannot continue; passes stops on to the other nodes, and from them."""
         self._pass_on(stop)
         for message in self._messages():
             saves = self._group is not None and self._group.run is not None  # it stops on request
@@ -201,7 +201,7 @@ class Participant:
     def _hold_port(self) -> int:
         """Where rank 0 would listen: behind the launchers' own port, for a firewall that lets some through.
 
-        Another one in each start: what is left of the last one's ranks finds no peers.
+        Another one in each start: ranks left over from the last start cannot connect.
         """
         first = self._port + 1 + self._starts % 100
         return self._held.hold([*range(first, min(first + 100, 65536)), 0])
@@ -270,8 +270,8 @@ def _is_here(address: str) -> bool:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    for family, kind, _, _, endpoint in found:
+    for family, kind, _, _, found_address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(endpoint)
+            probe.bind(found_address)
             return True
     return False

@@ -26,7 +26,7 @@ class PortError(FairleadError):
 
 
 def bind_listener(candidates: Iterable[int] = (0,), host: str = "") -> socket.socket:
-    """A listening socket on the first free one of the ports, which no other process can take then; else `PortError`.
+    """A listening socket on the first free one of the ports, which no other process can take; else `PortError`.
 
     Args:
         candidates: Ports in the order of preference; 0 lets the kernel choose.
@@ -70,7 +70,7 @@ class HeldPort:
         self._socket: socket.socket | None = None
 
     def hold(self, candidates: Iterable[int]) -> int:
-        """Holds the first free one of the ports, instead of the one before; else `PortError`."""
+        """Holds the first free one of the ports, instead of the previous one; else `PortError`."""
         self.close()
         dual = socket.has_dualstack_ipv6()
         for port in candidates:

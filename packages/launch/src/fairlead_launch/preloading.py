@@ -1,7 +1,7 @@
 """What a fork server imports, and why a process that has imported it must not be forked.
 
 A thread is not in the copy, though the locks that it holds are; a driver's context does not work in it; and a module
-that asks for its rank when it is imported would get the same in every rank.
+that asks for its rank when it is imported would get the same answer in every rank.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def preload(libraries: Sequence[str], modules: Sequence[str]) -> list[str]:
 def _import(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except BaseException:  # whatever it is, `SystemExit` too: a rank imports it itself, and shows the error
+    except BaseException:  # whatever it is, `SystemExit` too: a rank imports it too, and reports the error
         return False
     return True
 

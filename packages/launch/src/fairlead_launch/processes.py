@@ -42,7 +42,7 @@ def search_path(root: CodeRoot) -> list[str]:
 
 
 def forkable(server: ForkServer, received: Sequence[int], say: Callable[[str], None]) -> ForkServer | None:
-    """The server, once it has imported all; None where a fork would not work (reported), or a signal came."""
+    """The server, once it has imported all; None where forking would not work (reported), or after a signal."""
     try:
         obstacles = None
         while obstacles is None and not received:

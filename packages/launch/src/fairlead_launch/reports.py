@@ -81,7 +81,7 @@ def send_report(environ: Mapping[str, str], text: str, exit_code: int, *, lost_a
 
 
 def leave_to_rank_0(error: FairleadError, rank: int) -> None:
-    """Notes that rank 0 meets the same error and shows it: another rank prints one line, also of an uncaught error."""
+    """Notes that rank 0 meets the same error and shows it: another rank prints one line, also if it is uncaught."""
     if rank == 0:
         return
     vars(error)["other_rank"] = rank
@@ -119,8 +119,8 @@ def shown_after_rank_0(error: FairleadError) -> bool:
     if rank is None:
         return False
     time.sleep(_SECOND_S)
-    location = (error.why or "").rpartition("\n")[2].strip() if isinstance(error, UserCodeError) else error.where
-    line = f"rank {rank} on {os.uname().nodename}: {error.what}{f' ({location})' if location else ''}; rank 0 says more"
+    where = (error.why or "").rpartition("\n")[2].strip() if isinstance(error, UserCodeError) else error.where
+    line = f"rank {rank} on {os.uname().nodename}: {error.what}{f' ({where})' if where else ''}; rank 0 says more"
     print(line, file=sys.stderr, flush=True)
     return True
 
@@ -170,6 +170,6 @@ def _send(environ: Mapping[str, str], message: Report | Announcement | Joining) 
     if REPORT_FD not in environ:
         return False
     data = json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
-    with contextlib.suppress(OSError):  # the supervisor has gone: there is no reader
+    with contextlib.suppress(OSError):  # the supervisor has gone
         os.write(int(environ[REPORT_FD]), data)
     return True

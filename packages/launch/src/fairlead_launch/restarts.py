@@ -23,13 +23,13 @@ def run_with_restarts(
 ) -> int:
     """Runs group after group until one ends well, or another would not; returns the exit code of the last one.
 
-    After a signal that requests a stop, this process starts nothing more.
+    After a stop signal to this process there is no further start.
 
     Args:
         make: Makes the group of a start, by how many there were before, and the one before.
         received: The signals that have come, and will (`noted_signals`).
         restarts: How often there is another start.
-        stderr: Where messages go.
+        stderr: Where restarts are reported.
 
     Raises:
         RunFailedError: The last failure, with how often it was tried.
@@ -56,7 +56,7 @@ def run_with_restarts(
 
 
 class Restarts:
-    """How often a job is restarted: a budget of failures, and what is believed after how many tries.
+    """How often a job is restarted: a budget of failures, and how often the same failure is retried.
 
     Ranks that have saved and want another start use up none of it, if they have come further than the ones before.
 

@@ -113,7 +113,7 @@ class LaunchConfig(ConfigModel):
 
     @property
     def placed(self) -> bool:
-        """Whether it is known which of several nodes this is."""
+        """Checks that the rank among several nodes is given."""
         return bool({"nnodes", "node_rank", "master_addr"} & {n for n in self.model_fields_set if _differs(self, n)})
 
     @property

@@ -34,9 +34,9 @@ _GRACE_S: Final = 5.0
 _GONE_S: Final = 10.0
 """How long what a rank has started may take to be gone, after SIGKILL: until then it has memory of the GPU."""
 _STOP_GRACE_S: Final = 30.0
-"""The same when a stop was requested and a rank died of it: another may be writing the checkpoint."""
+"""The same in a stop, when a rank died of it: another may be writing the checkpoint."""
 _MET_S: Final = 15.0
-"""The same when a rank has stopped on request: it has met the others before, or timed out waiting for them."""
+"""The same when a rank has stopped as requested: it has met the others, or timed out waiting for them."""
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -49,7 +49,7 @@ def noted_signals(early: Sequence[int] = ()) -> Iterator[list[int]]:
     def note(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
 
-    main = threading.current_thread() is threading.main_thread()  # no other thread can note them
+    main = threading.current_thread() is threading.main_thread()  # only that one can note them
     previous = {s: signal.signal(s, note) for s in (*_STOPS, *_PASSED_ON)} if main else {}
     try:
         yield received
@@ -70,8 +70,8 @@ class Group:
         shared: The same for all ranks; they stay open.
         poll_s: Seconds between two looks at the ranks.
         join_s: Seconds that ranks may take to come to the process group, once the first one waits there.
-        trouble: Says why these ranks cannot go on, whatever they do; None: they can. Told each time which signal has
-            asked them to stop.
+        trouble: Why these ranks cannot continue, whatever they do; None: they can. It gets the signal that
+            requested a stop, if any.
     """
 
     def __init__(
@@ -99,15 +99,15 @@ class Group:
         self._trouble = trouble
         self.ranks: list[Rank] = []
         self.stop: int | None = None
-        """The signal that has requested a stop of this group."""
+        """The signal that requested the stop of this group."""
 
     @property
     def run(self) -> Announcement | None:
-        """Where the run of these ranks is, once one of them has reported it."""
+        """Where the run of these ranks is, once one of them has announced it."""
         return next((rank.announced for rank in self.ranks if rank.announced is not None), None)
 
     def supervise(self, received: list[int]) -> int:
-        """Runs them until all have ended, and returns the exit code of all together; takes signals from `received`.
+        """Runs them until all have ended, and returns the exit code of the job; takes signals from `received`.
 
         SIGTERM or Ctrl-C asks the ranks to save and stop; a second Ctrl-C ends them at once. Where a rank died, the
         `RunFailedError` names it, with its own traceback first.
@@ -121,7 +121,7 @@ class Group:
                     self.ranks.append(self._start(environ, alive_read, extra))
             finally:
                 for fd in self._inherited:
-                    os.close(fd)  # with the first rank its socket goes, and its readers see the end
+                    os.close(fd)  # with the first rank its socket closes, and whoever waits for it notices
             self._wait(received)
             waited = True
         finally:
@@ -204,7 +204,7 @@ class Group:
             print(f"{name}: stopping after this step, then saving{advice}", file=self._stderr, flush=True)
 
     def _hear(self, rank: Rank) -> None:
-        """Takes in the reports of a rank."""
+        """Reads what a rank has reported."""
         for message in read_messages(rank.reports, rank.unread):
             if isinstance(message, Announcement):
                 rank.announced = message
@@ -231,7 +231,7 @@ class Group:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
         for rank in self.ranks:
-            # The full group, also of a rank that has ended: its DataLoader workers may not have noticed yet.
+            # The process group, also of a rank that has ended: its DataLoader workers may not have noticed yet.
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it is empty
                 os.killpg(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
@@ -245,7 +245,7 @@ class Group:
 
 
 def is_left(group: int) -> bool:
-    """Whether something of a process group still runs; in a container nothing may reap what has ended."""
+    """Whether something of a process group still runs; a container may have no process that reaps what has ended."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
@@ -264,7 +264,7 @@ def supervise(
     stderr: IO[str],
     output: Output | None = None,
 ) -> int:
-    """Runs one process a rank until all have ended, and returns the exit code of all together.
+    """Runs one process a rank until all have ended, and returns the exit code of the job.
 
     SIGTERM or Ctrl-C asks the ranks to save and stop; a second Ctrl-C ends them at once. Where a rank died, the
     `RunFailedError` names it, with its own traceback first.

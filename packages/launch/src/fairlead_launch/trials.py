@@ -25,11 +25,11 @@ _GRACE: Final = 20.0
 
 
 @contextmanager
-def trial_folder(parent: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
-    """A new folder in `parent`, and the list of what to retain of it: else it is deleted, also on SIGTERM."""
-    made = [one for one in (parent, *parent.parents) if not one.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+def trial_folder(parent_folder: Path, prefix: str) -> Iterator[tuple[Path, list[Path]]]:
+    """A new folder in `parent_folder`, and a list: if that stays empty, the folder goes at the end, also on SIGTERM."""
+    made = [parent for parent in (parent_folder, *parent_folder.parents) if not parent.exists()]
+    parent_folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent_folder))
     retained: list[Path] = []
 
     def end(signum: int, _frame: FrameType | None) -> None:
@@ -59,12 +59,12 @@ def run_fairlead(
     Args:
         look: Called every second meanwhile; False ends it.
     """
-    # -P: the working directory is not searched for code unless the rules for user code say so.
+    # -P: the working directory is searched for code only if the rules for user code say so.
     command = [sys.executable, "-P", "-m", "fairlead", *words]
-    inherited = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
+    variables = {name: value for name, value in environ.items() if name != SERVER_FD}  # no open file is inherited
     with log.open("ab") as out:
         process = subprocess.Popen(
-            command, cwd=session.cwd, env=inherited, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            command, cwd=session.cwd, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=out
         )
         try:
             while True:

@@ -56,12 +56,12 @@ class Rank:
 
 
 def stopped_as_requested(code: int, report: Report | None) -> bool:
-    """Whether a rank has stopped as requested; a requeuer may have its own exit code."""
+    """Whether a rank has stopped as requested; a requeuer may have an exit code of its own."""
     return code in _STOPPED_AS_ASKED or (report is not None and not report.text)
 
 
 def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Output, world: int) -> int:
-    """The exit code of all `world` ranks together, these being here, given the signal that first asked it to stop.
+    """The exit code of the job of `world` ranks, these being here; `stop` is the first signal that requested one.
 
     Where a rank died, the `RunFailedError` names it, with its own traceback first.
     """
@@ -69,7 +69,7 @@ def verdict(ranks: Sequence[Rank], stop: int | None, stderr: IO[str], output: Ou
         return 0
     if all(rank.code in (0, SAVED) for rank in ranks):
         return SAVED
-    # One that hangs is killed by us: the others have stopped without it, or a second request came.
+    # One that hangs is killed by us: the others have stopped without it, or a person has pressed Ctrl-C twice.
     hung = [rank for rank in ranks if rank.stopped_by_us and rank.code == -signal.SIGKILL]
     signalled = [rank for rank in ranks if rank not in hung]
     if (
@@ -213,7 +213,7 @@ def _how(rank: Rank) -> str:
     if rank.code == 0:
         return "exited with code 0 before the end of the job, and the others lost it"
     if rank.stopped_by_us and rank.code == -signal.SIGKILL:
-        return "did not end after a stop request, and was killed"
+        return "did not end on request, and was killed"
     if rank.code < 0:
         known = any(-rank.code == one for one in signal.Signals)
         name = signal.Signals(-rank.code).name if known else f"signal {-rank.code}"

@@ -31,7 +31,7 @@ def run_worker(module: bool, *words: str) -> None:
             run_python(*words)
     except SystemExit as ended:
         if ended.code is not None and ended.code not in _NO_FAILURE:
-            send_report(environ, _exit_text(ended), 1)
+            send_report(environ, _exit_report(ended), 1)
         raise
     except Exception as error:
         error.__traceback__ = _of_the_user(error)
@@ -44,11 +44,11 @@ def run_worker(module: bool, *words: str) -> None:
         sys.exit(code)
 
 
-def _exit_text(ended: SystemExit) -> str:
+def _exit_report(ended: SystemExit) -> str:
     """Where a script has ended itself: the same line each time is the same failure."""
     frames = traceback.extract_tb(_of_the_user(ended))
-    line = f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-    return f"SystemExit: sys.exit({ended.code!r}){line}"
+    location = f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    return f"SystemExit: sys.exit({ended.code!r}){location}"
 
 
 def _run_module(name: str, *words: str) -> None:
@@ -68,9 +68,9 @@ def _of_the_user(error: BaseException) -> TracebackType | None:
 
 
 def _tell_joining(environ: Mapping[str, str]) -> None:
-    """Reports to the supervisor when this rank comes to the process group: it names those that never do."""
+    """Notifies the supervisor when this rank joins the process group: it names those that never do."""
     if "torch" not in sys.modules:
-        return  # not imported for it beforehand, and importing it here could be useless
+        return  # not imported for it beforehand, and importing it here may be needless
     distributed: Any = sys.modules["torch"].distributed
     if not distributed.is_available():
         return

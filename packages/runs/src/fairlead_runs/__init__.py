@@ -1,4 +1,4 @@
-"""What a run leaves and finds again: its directory, checkpoints, history and heartbeats; for any loop, without torch.
+"""What a run writes and reads back: its directory, checkpoints, history and heartbeats; for any loop, without torch.
 
 The process that trains opens it with `RunDirectory.open`; `fairlead runs` and `status` read it with `list_runs`
 and `state`.

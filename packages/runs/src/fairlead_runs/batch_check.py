@@ -24,7 +24,7 @@ def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str,
     """The check `check.batch`: the settings `batch_per_device`, `global_batch` and `lr_factor`, with their numbers."""
     job = loaded.job
     assert job is not None
-    place, trainer = job.trainer.batch_size_from, job.trainer
+    path, trainer = job.trainer.batch_size_from, job.trainer
     try:
         ranks = data_ranks(resolution)
     except ConfigError:
@@ -33,8 +33,8 @@ def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str,
         size = batch_of_job(for_each_rank(job, resolution))
         total = batch_of_job(job)
     except ConfigError as error:
-        return CheckResult((Finding.of(error, "error", "batch-size", where=error.where or place),))
-    reason = loaded.locate(tuple(place.split(".")))
+        return CheckResult((Finding.of(error, "error", "batch-size", where=error.where or path),))
+    reason = loaded.locate(tuple(path.split(".")))
     if size is None and (size := _default(loaded, job)) is not None:
         reason = f"the default of {_spec(job).class_}"  # type: ignore[union-attr]  # it has a default
     settings = {}
@@ -54,7 +54,7 @@ def check_batch(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str,
                     "warning",
                     "batch-not-split",
                     f"a batch of {size} cannot be split evenly over {drives} devices",
-                    where=place,
+                    where=path,
                     why="each of them would compute all of it, which is no faster than one device",
                     fix=fix,
                 )

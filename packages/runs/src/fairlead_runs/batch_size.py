@@ -154,10 +154,10 @@ def batch_of_job(job: JobConfig) -> int | None:
     """The batch size that a job says where `trainer.batch_size_from` points; None: it says no number there.
 
     Raises:
-        ConfigError: That is no place of an argument; or what is there is to be divided, and is no number of samples.
+        ConfigError: That is not the path of an argument; or its value is to be divided, and is no number of samples.
     """
     value: Any = _arguments(job)
-    for name in _place(job)[2:]:
+    for name in _argument_path(job)[2:]:
         value = value.get(name) if isinstance(value, Mapping) else None
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -211,13 +211,13 @@ def for_each_rank(job: JobConfig, resolution: Resolution, *, evaluates: bool = F
         except ConfigError as error:
             error.where = trainer.batch_size_from
             raise
-    section, _, *names = _place(job)
+    section, _, *names = _argument_path(job)
     spec: ClassSpec = getattr(job, section)
     changed = spec.model_copy(update={"args": _with(_arguments(job), names, share)})
     return job.model_copy(update={section: changed})
 
 
-def _place(job: JobConfig) -> list[str]:
+def _argument_path(job: JobConfig) -> list[str]:
     """`data.args.batch_size`, in its parts."""
     path = job.trainer.batch_size_from
     parts = path.split(".")
@@ -231,12 +231,12 @@ def _place(job: JobConfig) -> list[str]:
 
 
 def _arguments(job: JobConfig) -> Mapping[str, Any]:
-    spec: ClassSpec | None = getattr(job, _place(job)[0])
+    spec: ClassSpec | None = getattr(job, _argument_path(job)[0])
     return spec.args if spec is not None else {}
 
 
 def _with(arguments: Mapping[str, Any], names: list[str], value: int) -> dict[str, Any]:
-    """A copy with another value at a place that is there."""
+    """A copy with another value at an existing path."""
     first, *rest = names
     return {**arguments, first: _with(arguments[first], rest, value) if rest else value}
 
@@ -250,8 +250,8 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
 
     `previous` is the metadata of the checkpoint that the run resumes from. Global batch = batch of a rank x ranks
     x accumulate_grad_batches, where ranks that share a batch count once. `ConfigError`: the number of ranks changed and
-    nothing says what to keep, or the old global batch cannot be made of whole batches of the new ranks. With
-    `batch_size: global` nothing needs to be kept: each start divides the same global batch.
+    nothing says what to preserve, or the old global batch is not a multiple of the new ranks. With
+    `batch_size: global` nothing needs to be preserved: each start divides the same global batch.
     """
     requested = resolution.trainer.accumulate_grad_batches
     if previous is None or previous.get("world_size") is None:
@@ -262,7 +262,7 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
         return requested
     split = (old_world, new_world) != (int(previous["world_size"]), resolution.world_size)
     ranks = "replicas of the model" if split else "ranks"
-    # Not what the config asks for: the start before may have kept the global batch of one before it.
+    # Not what the config says: the start before may have preserved the global batch of one before it.
     old = old_world * int(previous.get("accumulate_grad_batches", requested))
     policy = resolution.trainer.batch_policy
     if old == new_world * requested or policy == "keep_per_device" or resolution.trainer.batch_size == "global":

@@ -1,4 +1,4 @@
-"""How often a run may be started again: counted in its history, so that a requeue cannot go on forever."""
+"""How often a run may be restarted: counted in its history, so that requeues end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fairlead.config_bases import RequeueConfigBase
 class StartCounts:
     """What a run has used up of its starts, and its ends by reason (`preempted`, `time_limit`, ...) or failure.
 
-    `requeues` count how often Fairlead has started the scheduler's job of the last start again, `without_progress` the
-    starts in a row, the last one included, that kept no new training step.
+    `requeues` count how often Fairlead has restarted the scheduler's job of the last start, `without_progress` the
+    starts in a row, the last one included, that saved no new training step.
     """
 
     requeues: int = 0
@@ -31,7 +31,7 @@ def count_starts(events: Sequence[Mapping[str, Any]]) -> StartCounts:
     starts = [index for index, event in enumerate(events) if event["event"] == "start"]
     for index, begin in enumerate(starts):
         during = events[begin : starts[index + 1]] if index + 1 < len(starts) else events[begin:]
-        if during[0].get("job") != job:  # a person has submitted it again
+        if during[0].get("job") != job:  # a person has resubmitted it
             requeues, idle, job = 0, 0, during[0].get("job")
         requeues += sum(event["event"] == "requeue" for event in during)
         failures += any(event["event"] == "failed" for event in during)
@@ -56,7 +56,7 @@ def refusal(config: RequeueConfigBase, events: Sequence[Mapping[str, Any]]) -> s
 
 
 def _progressed(during: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a start kept a step that it had not begun with."""
+    """Whether a start saved a step that it had not begun with."""
     begun = next((event.get("step") for event in during if event["event"] == "training"), None)
     saved = [event["step"] for event in during if event["event"] == "checkpoint" and isinstance(event.get("step"), int)]
     return isinstance(begun, int) and max(saved, default=begun) > begun

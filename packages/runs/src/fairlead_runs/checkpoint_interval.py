@@ -19,7 +19,7 @@ from fairlead_runs.describe import duration
 from fairlead_runs.goodput import Goodput, event_time, goodput, timed_events
 
 LEAST_FAILURES: Final = 2
-"""Failures that a run must have had: of fewer nobody can tell how often they come."""
+"""Failures that a run must have had: fewer do not show how often they occur."""
 _WORTH: Final = 0.01
 """What another interval must give to be advised, as a share of the time."""
 
@@ -31,7 +31,7 @@ class Costs:
     Attributes:
         save_s: Seconds for which the training waits while it saves.
         failure_s: Mean seconds between two failures of the whole job; of N nodes, that of one divided by N.
-        restart_s: Seconds from a failure until the training goes on: noticing it, the queue, start-up, the first step.
+        restart_s: Seconds from a failure until the training continues: noticing it, queue, start-up, the first step.
         durable_s: Seconds from the beginning of a save until its checkpoint is durable, where that is longer than the
             training waits: a failure in between is followed by the checkpoint before.
     """
@@ -57,8 +57,8 @@ class Costs:
         """The share of the time that is training which counts, with a save after each `interval` seconds of it."""
         if self.save_s + interval > 500 * self.failure_s:  # it never gets to a save
             return 0.0
-        again = self.restart_s + max(0.0, self.durable_s - self.save_s)
-        lost = math.exp(again / self.failure_s) * math.expm1((interval + self.save_s) / self.failure_s)
+        downtime_s = self.restart_s + max(0.0, self.durable_s - self.save_s)
+        lost = math.exp(downtime_s / self.failure_s) * math.expm1((interval + self.save_s) / self.failure_s)
         return interval / (self.failure_s * lost)
 
 
@@ -89,7 +89,7 @@ class Measured:
 def measured(runs: Sequence[Path]) -> Measured:
     """What the histories of these runs say together.
 
-    A stop that was announced loses nothing, and is no failure; nor is the last start of a run one, which may go on.
+    A stop that was announced loses nothing, and is no failure; nor is the last start of a run one, which may still run.
     """
     return _measured([(goodput(run), timed_events(run)) for run in runs])
 
@@ -157,9 +157,9 @@ def interval_finding(run: Path, went: Goodput | None = None) -> Finding | None:
         "warning",
         "checkpoint-interval",
         f"the run saves every {duration(interval)}, and {duration(best)} would cost less: "
-        f"{then:.1%} of the time would count, in place of {now:.1%}",
+        f"{then:.1%} of the time would count, instead of {now:.1%}",
         why=f"it has failed every {duration(costs.failure_s)}, a save takes {duration(costs.save_s)} of the training, "
-        f"and {duration(costs.restart_s)} pass until it goes on; so {'lost work' if seldom else 'saving'} costs most",
+        f"and {duration(costs.restart_s)} pass until it continues; so {'lost work' if seldom else 'saving'} costs most",
         fix=f"trainer.checkpoint.every_n_minutes: {max(1, round(best / 60))}"
         if best >= 45
         else "save after fewer steps (trainer.checkpoint.every_n_steps)",

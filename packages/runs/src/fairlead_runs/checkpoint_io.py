@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fairlead_runs.commit import Checkpoint, Fence, FileHash, RetentionPolicy
 
 PlaceTensor = Callable[[tuple[str | int, ...], Any, Any], Any | None]
-"""Called with a tensor's place in the checkpoint (`("state_dict", "layer.weight")`), its whole size and its dtype;
+"""Called with a tensor's path in the checkpoint (`("state_dict", "layer.weight")`), its full size and its dtype;
 gives the tensor to read into, a DTensor for this rank's part, or None for a new one."""
 
 
@@ -112,13 +112,13 @@ class CheckpointCopies(Protocol):
         """For how many seconds after its signal a stop may wait for the copies."""
 
     def open(self, name: str, fingerprint: Fingerprint, *, new: bool = False) -> int:
-        """Looks at the place of the run directory `name`; nothing is written.  A `new` run must find nothing there.
+        """Looks at the copy of the run directory `name`; nothing is written.  A `new` run must find nothing there.
 
         Returns:
-            The number of the start that owned the place last; 0: none.
+            The number of the start that owned the copy last; 0: none.
 
         Raises:
-            FingerprintError: The place belongs to another run, or holds one already.
+            FingerprintError: The location belongs to another run, or holds one already.
             FairleadError: It cannot be reached.
         """
 
@@ -133,10 +133,10 @@ class CheckpointCopies(Protocol):
         """A start of the run writes from now on, and earlier ones that still live no longer.
 
         `event` adds a line to the run's history, from any thread.  The `fence` is the run's: it is checked before
-        anything is deleted here, and told where a later start owns the place.
+        anything is deleted here, and raises if a later start owns the copy.
 
         Raises:
-            FairleadError: The place cannot be written.
+            FairleadError: The location cannot be written.
         """
 
     def committed(self, checkpoint: Checkpoint, policy: RetentionPolicy) -> None:

@@ -24,7 +24,7 @@ _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights.safetensors"
 _STATE: Final = "state.ckpt"
 _STAND_IN: Final = re.compile(r"<[A-Za-z_][\w.]*>")
-"""Texts like `<torch.nn.modules.linear.Linear>`, which a description has in place of an object."""
+"""Texts like `<torch.nn.modules.linear.Linear>`, which a description has instead of an object."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def checkpoint_job(
             "the checkpoint's job lacks a secret",
             where=f"{file}, {secret}",
             why="secrets are not written into run directories",
-            fix=f"give it again: overrides=['{secret}=...']",
+            fix=f"set it: overrides=['{secret}=...']",
         )
     if (run / _WEIGHTS).is_file():
         return CheckpointJob(loaded, weights=run / _WEIGHTS)
@@ -123,7 +123,7 @@ def refuse_stand_ins(job: JobConfig, *, fix: str) -> None:
         for path, text in leaves(spec.args, f"{where}.args") if spec is not None else ():
             if isinstance(text, str) and _STAND_IN.fullmatch(text):
                 raise CheckpointError(
-                    "the checkpoint's job cannot be built again",
+                    "the checkpoint's job cannot be rebuilt",
                     where=f"{path}: {text}",
                     why="the run was started from Python, and this argument is no plain data: only its type is known",
                     fix=fix,

@@ -23,7 +23,7 @@ def described(thing: object) -> dict[str, Any]:
 
 
 def plain(value: object, other: Callable[[object, str], str], path: str = "") -> Any:
-    """A value in JSON types: NaN and infinity as text, what has no JSON type by `other`, which is told its path."""
+    """A value in JSON types: NaN and infinity as text, what has no JSON type through `other`, which gets its path."""
     if isinstance(value, Mapping):
         return {str(key): plain(item, other, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -32,7 +32,7 @@ class Vendor:
         accelerator: The name of Fairlead's accelerator; None: there is none.
         backend: The backend of torch.distributed that belongs to it, with what stands behind it.
         source: Where its devices' figures are from.
-        missing: What nobody has shown of it here; None: the tests run on it.
+        missing: What is untested on it; None: the tests run on it.
     """
 
     name: str
@@ -145,7 +145,7 @@ def find_device(name: str) -> DeviceModel | None:
     """
     words = " ".join(re.split(r"[\s_-]+", name.strip().lower()))
     for model in _MODELS:
-        wanted = model.name.replace(" ", " ?")  # as whole words, or written together: `rtx4090`
+        wanted = model.name.replace(" ", " ?")  # as full words, or written together: `rtx4090`
         if model.vendor not in (GOOGLE, APPLE) and re.search(rf"(?<![a-z0-9]){wanted}(?![a-z0-9])", words):
             return model
     plain = re.sub(r"^(google )?(cloud )?tpu[ -]?", "", name.strip().lower())

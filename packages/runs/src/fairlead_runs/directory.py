@@ -76,11 +76,11 @@ class RunDirectory:
     ) -> RunDirectory:
         """Creates or continues the run directory of a job, and takes its lock.  Nothing is written when it refuses.
 
-        A run that has no step and no checkpoint owns nothing: one with other settings takes its place.
+        A run that has no step and no checkpoint owns nothing: one with other settings replaces it.
 
         Args:
             path: `run_path(...)`.
-            job: The job as mappings and lists; kept as `job.yaml`, secrets redacted.
+            job: The job as mappings and lists; stored as `job.yaml`, secrets redacted.
             fingerprint: `fingerprint(job)`.
             resume: `auto`: continue the run if it has this fingerprint.  `never`: use a new sibling `name-2`,
                 `name-3`, ...  A path: continue and load that checkpoint; with another fingerprint in a sibling.

@@ -1,4 +1,4 @@
-"""Which weights an evaluation takes: decided before torch is imported, and told in the first line of its output."""
+"""Which weights an evaluation takes: decided before torch is imported, and named in the first line of its output."""
 
 from __future__ import annotations
 

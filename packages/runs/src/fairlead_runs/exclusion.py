@@ -1,4 +1,4 @@
-"""Nodes that a run is not to be started on again: recorded in its history, and told to the scheduler."""
+"""Nodes that a run must avoid: recorded in its history, and excluded at the scheduler."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ KEPT: Final = datetime.timedelta(days=7)
 
 @runtime_checkable
 class NodeExcluder(Protocol):
-    """A requeuer whose scheduler can start the job again without some of its nodes."""
+    """A requeuer whose scheduler can restart the job without some of its nodes."""
 
     def requeue_without(self, nodes: Sequence[str]) -> str:
-        """As `Requeuer.requeue`, and the job will not get these nodes again; what was excluded before stays so.
+        """As `Requeuer.requeue`, and the job will not get these nodes; what was excluded before stays so.
 
         What it returns says so where the job was requeued and the nodes could not be excluded.
 

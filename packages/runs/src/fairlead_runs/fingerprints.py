@@ -49,7 +49,7 @@ class Fingerprint:
     accepts: tuple[str, ...] = field(default=(), compare=False)
 
     def continues(self, old: Fingerprint) -> bool:
-        """Whether a job with these settings may go on with a run of the old ones."""
+        """Whether a job with these settings may continue a run of the old ones."""
         return self.digest == old.digest or all(self._accepted(one.path) for one in old.differences(self))
 
     def refused(self, old: Fingerprint) -> list[Difference]:

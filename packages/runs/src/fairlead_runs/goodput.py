@@ -40,7 +40,7 @@ class StartTimes:
         ended: Its last sign of life.
         first_step: The step that it began with; None: it never trained.
         last_step: The last step that it did.
-        kept_step: The last of its steps that the run was continued from; what came behind was lost.
+        continued_step: The last of its steps that the run was continued from; what came behind was lost.
         seconds: Seconds by part; together they are `ended - began`.
         ranks: What each of its ranks has measured.
         end: How it ended, as `stop`, `failed`, `finished`; empty: without an error report, or not yet.
@@ -54,7 +54,7 @@ class StartTimes:
     world_size: int | None
     first_step: int | None
     last_step: int | None
-    kept_step: int | None
+    continued_step: int | None
     seconds: Mapping[str, float]
     ranks: Sequence[RankTimes]
     end: str
@@ -68,7 +68,7 @@ class Goodput:
     Attributes:
         starts: Its starts, in order.
         waits: Seconds in the queue before each start: from submission, or from the end of the start before.
-        seconds: Seconds by part over the whole run.
+        seconds: Seconds by part over the full run.
         share: Seconds of steps that count, of the time since the first start began; None: nothing was trained.
     """
 
@@ -145,12 +145,14 @@ def _one_start(
     steps += [lead.step] if lead is not None else []
     done = max(steps, default=None) if first is not None else None
     seconds = _parts(lead, began, ended, trained)
-    kept = done
+    continued = done
     orderly = last or any(event["event"] in ("signal", "finished") for event in events)
     if done is not None and first is not None and resumed is not None and (resumed < done or not orderly):
-        kept = max(first, min(resumed, done))
-        saved = [event_time(one) for one in events if one["event"] == "checkpoint" and one.get("step", done) <= kept]
-        _lose(seconds, (done - kept) / max(1, done - first), ended - max([*saved, trained or began]))
+        continued = max(first, min(resumed, done))
+        saved = [
+            event_time(one) for one in events if one["event"] == "checkpoint" and one.get("step", done) <= continued
+        ]
+        _lose(seconds, (done - continued) / max(1, done - first), ended - max([*saved, trained or began]))
     ending = next((event for event in reversed(events) if event["event"] in ("stop", "failed", "finished")), None)
     facts = next((event for event in events if event["event"] == "start"), {})
     return StartTimes(
@@ -161,7 +163,7 @@ def _one_start(
         world_size=facts.get("world_size"),
         first_step=first,
         last_step=done,
-        kept_step=kept,
+        continued_step=continued,
         seconds=seconds,
         ranks=ranks,
         end=str(ending["event"]) if ending is not None else "",

@@ -46,7 +46,7 @@ class Overdue:
     """What a stop needs that its loop does not come to in time; outcomes are `fairlead_hpc_signals.StopOutcome`s.
 
     Args:
-        requeuer: Gives what has the job started again, on one rank; called once that is wanted.
+        requeuer: Gives what has the job restarted, on one rank; called once that is wanted.
         budget: Says why no other start is wanted after a reason, or None where one is.
         record: Writes the history: before the job is requeued, on the rank that has it done.
         tell: Tells the user, after it, on that rank; None prints a line.
@@ -54,7 +54,7 @@ class Overdue:
             then too late as well; None: nothing does that.
         answers: Whether rank 0 says at once that the signal has come; False where somebody else does.
         at: What the loop is at, as part of a sentence (`preparing its data`); None: `in its step`.
-        standing: Where the ranks are that the stop waits for; said once when nothing has changed for ten seconds.
+        standing: Where the ranks are that the stop waits for; reported once when nothing has changed for ten seconds.
     """
 
     requeuer: Callable[[], Requeuer | None] = lambda: None
@@ -96,7 +96,7 @@ class StopGuard(Protocol):
         """What to do when a stop is not carried out in time."""
 
     def lost(self, error: BaseException) -> bool:
-        """Whether an error says no more than that another rank went away while all were asked to stop."""
+        """Whether an error says no more than that another rank went away during a stop."""
 
     def ended_by(self, error: BaseException) -> NoReturn:
         """Ends this process after such an error, with the exit code of a stop."""
@@ -105,7 +105,7 @@ class StopGuard(Protocol):
         """Has rank 0 look for the switch files of a run, of which `record` tells its history."""
 
     def should_save(self) -> bool:
-        """Whether a checkpoint was asked for; after each `should_stop`, the same answer on all ranks."""
+        """Whether a checkpoint was requested; after each `should_stop`, the same answer on all ranks."""
 
     def should_stop(self) -> bool:
         """Whether to stop here; the same answer on all ranks, which call it equally often."""
@@ -119,7 +119,7 @@ class StopGuard(Protocol):
         budget: Callable[[Any], str | None] | None = None,
         tell: Callable[[Any], object] | None = None,
     ) -> Any:
-        """Saves on all ranks, closes what is open, has the job started again by rank 0; returns the outcome."""
+        """Saves on all ranks, closes what is open, has the job restarted by rank 0; returns the outcome."""
 
     def close(self, *, failed: bool = False) -> None:
         """Ends what runs in the background; `failed`: an error has left the loop."""

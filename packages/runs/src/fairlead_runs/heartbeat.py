@@ -1,6 +1,6 @@
 """Heartbeats: per node one file with a fixed record per local rank, so that ranks never wait for each other.
 
-A record is one line of 128 bytes at offset `128 * local_rank`: rank, step, phase, time, turn, start, host, place,
+A record is one line of 128 bytes at offset `128 * local_rank`: rank, step, phase, time, turn, start, host, location,
 padding, crc32.  One `pwrite` without fsync writes it, at most once a second, and a thread the last one a second later,
 so that the record of a rank that stands still is exact and says where.
 """
@@ -34,7 +34,7 @@ class Beat:
         turn: How often the phase changed since the step did: all ranks take the same turns, so that of two ranks the
             one with the lower `(step, turn)` is behind.
         start: The number of the start that it belongs to; 0: not known.
-        place: Where its code stands, `function@file.py:12`, once it has stood still for eight seconds; else empty.
+        location: Where its code stands, `function@file.py:12`, once it has stood still for eight seconds; else empty.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Beat:
     turn: int = 0
     start: int = 0
     host: str = ""
-    place: str = ""
+    location: str = ""
 
 
 def heartbeat_path(folder: Path, node: int) -> Path:
@@ -128,15 +128,15 @@ class Heartbeat:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
 
-    def _write(self, place: str = "") -> None:
+    def _write(self, location: str = "") -> None:
         """Writes what is new since the last write; in the thread that trains, or in ours."""
         with self._lock:
-            last = (self._phase, self._step, self._turn, self._time, place)
+            last = (self._phase, self._step, self._turn, self._time, location)
             if self._fd is None or last == self._written:
                 return
             self._written = last
             words = [str(self._rank), str(self._step), _word(self._phase, 24), f"{self._time:.3f}"]
-            words += [str(self._turn), str(self._start), _word(self._host.partition(".")[0], 20), _word(place, 60)]
+            words += [str(self._turn), str(self._start), _word(self._host.partition(".")[0], 20), _word(location, 60)]
             try:
                 os.pwrite(self._fd, _record(words), self._offset)
             except OSError as error:
@@ -156,7 +156,7 @@ class Heartbeat:
             if self._time != seen:
                 seen, since = self._time, time.monotonic()
             still = time.monotonic() - since >= self._still_s
-            self._write(place_of_thread(self._thread_id) if still else "")
+            self._write(location_of_thread(self._thread_id) if still else "")
             if still:
                 self.on_still()
 
@@ -181,7 +181,7 @@ def read_heartbeats(folder: Path) -> list[Beat]:
     return sorted(beats, key=lambda beat: (beat.rank, beat.time))
 
 
-def place_of_thread(thread_id: int | None = None) -> str:
+def location_of_thread(thread_id: int | None = None) -> str:
     """Where a thread stands, `function@file.py:12`; None: the main thread."""
     thread_id = threading.main_thread().ident if thread_id is None else thread_id
     assert thread_id is not None  # it has been started
@@ -206,9 +206,18 @@ def _parse(record: bytes, node: int, local_rank: int) -> Beat | None:
     body, check = record[:-_CHECK_BYTES], record[-_CHECK_BYTES:]
     if len(record) != RECORD_BYTES or check != b" %08x\n" % zlib.crc32(body):
         return None
-    rank, step, phase, when, turn, start, host, place = body.decode("ascii").split()
+    rank, step, phase, when, turn, start, host, location = body.decode("ascii").split()
     return Beat(
-        int(rank), node, local_rank, phase, int(step), float(when), int(turn), int(start), _named(host), _named(place)
+        int(rank),
+        node,
+        local_rank,
+        phase,
+        int(step),
+        float(when),
+        int(turn),
+        int(start),
+        _named(host),
+        _named(location),
     )
 
 

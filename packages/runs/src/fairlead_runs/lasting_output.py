@@ -1,4 +1,4 @@
-"""Output that cannot be written is lost, and the training goes on: `| head` has gone, the log's disk is full."""
+"""Output that cannot be written is lost, and the training continues: `| head` has gone, the log's disk is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 
 class _Lasting:
-    """A text stream that loses what cannot be written, in place of raising it wherever the training prints.
+    """A text stream that loses what cannot be written, instead of raising it wherever the training prints.
 
     A reader that has gone does not come back: from then on the file is `/dev/null`. A full disk may have room again.
     """

@@ -16,7 +16,7 @@ from fairlead.threads import choose_threads
 
 _PER_DEVICE: Final = 4
 _A_FEW: Final = 4
-"""So many processes slow nobody down, however few CPUs there are."""
+"""So many processes do no harm, however few CPUs there are."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def check_loaders(loaded: LoadedJob, resolution: Resolution, environ: Mapping[st
 
 
 def loader_findings(loading: Loading, resolution: Resolution, job: JobConfig | None = None) -> Iterator[Finding]:
-    """What is to be said of a training loader of each rank, on the hardware of a resolution."""
+    """Findings about the training loader of each rank, on the hardware of a resolution."""
     device, workers, ranks = resolution.device_type, loading.num_workers, _ranks(resolution)
     cpus = _cpus(resolution, ranks, job)
     total = (workers or 0) * ranks

@@ -34,7 +34,7 @@ class Mailbox:
 
     def wait(self, key: str, seconds: float) -> bool:
         """Whether a message came within so many seconds; `RuntimeError` where the store went away."""
-        return self.has(key)  # there is nobody else to wait for
+        return self.has(key)  # there is no other rank
 
     def read(self, keys: Sequence[str]) -> list[str]:
         """The texts of messages that are there."""
@@ -71,7 +71,7 @@ class Mailbox:
 class StoreMailbox(Mailbox):
     """The mailbox of one rank, over a `torch.distributed.Store` that all ranks share; `prefix` goes before every key.
 
-    A store serves one thread at a time; see `connect_again`.
+    A store serves one thread at a time; see `reconnect`.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, prefix: str = "") -> None:
@@ -80,10 +80,10 @@ class StoreMailbox(Mailbox):
         self._prefix = prefix
 
     def under(self, prefix: str) -> StoreMailbox:
-        """The same connection, for messages that nobody else's are mixed up with."""
+        """The same connection, with a prefix of its own for the messages."""
         return StoreMailbox(self._store, self.rank, self.world_size, f"{self._prefix}{prefix}/")
 
-    def connect_again(self) -> StoreMailbox:
+    def reconnect(self) -> StoreMailbox:
         """The same messages over another connection, for another thread; `ConfigError` where the store has but one."""
         try:
             store = self._store.clone()
@@ -124,7 +124,7 @@ class StoreMailbox(Mailbox):
         return str(self._store.compare_set(self._prefix + key, "", text).decode())
 
     def forget(self, *keys: str) -> None:
-        """Deletes keys that nobody asks for any more, so that the store does not grow."""
+        """Deletes keys that are no longer read, so that the store does not grow."""
         for key in self._full(keys):
             self._store.delete_key(key)
 

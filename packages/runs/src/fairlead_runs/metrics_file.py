@@ -24,7 +24,7 @@ METRICS_FILE: Final = "metrics.csv"
 
 
 class MetricsFile:
-    """The file on rank 0; a disk that refuses is a warning, and tried again.
+    """The file on rank 0; an error of the disk is a warning, and retried.
 
     A start that resumes cuts the file back to the `position` of its checkpoint, or to the rows through the step
     `through` where that has none; both None: a new file.
@@ -70,7 +70,7 @@ class MetricsFile:
             self._open().flush()
 
     def close(self) -> None:
-        """Writes everything, waits for the disk, and closes the file; adding rows opens it again."""
+        """Writes everything, waits for the disk, and closes the file; adding rows reopens it."""
         idle = self._table is None and not self._waiting
         if idle and self._fence is not None and self._fence.why_lost() is not None:
             return  # loggers are closed after a start that failed early has given the run back
@@ -81,7 +81,7 @@ class MetricsFile:
     def _open(self) -> StepTable:
         if self._table is None:
             self._table = StepTable(self.path, self._keep, self._fence)
-            self._keep = sys.maxsize  # what this start has written is not cut off when it opens the file again
+            self._keep = sys.maxsize  # what this start has written is not cut off when it reopens the file
             if self._table.missing:
                 warnings.warn(
                     f"{self.path} lacks {self._table.missing} rows from before the checkpoint that the run resumes "
@@ -130,7 +130,7 @@ class TablePosition:
     """How far a table has come: enough to cut it back to this, whatever it has taken since.
 
     Bytes would not do, as a column that appears later moves every row. The cells of the last row (`step` -1: there is
-    none) are kept because the power may fail while later values of that step are written over them.
+    none) are stored because the power may fail while later values of that step are written over them.
     """
 
     rows: int
@@ -146,9 +146,9 @@ class StepTable:
     rest (a column that appears later, values of an earlier step) is rare and rewrites the file, under another name.
     A process that is killed loses nothing of what was flushed; at a power cut the last half minute may be missing.
 
-    `keep` is what is kept of an existing file: all that was there at a position, whose rows that the file lacks are
+    `keep` is what remains of an existing file: all that was there at a position, whose rows that the file lacks are
     counted in `missing`, or the rows through a step with the columns that have a value in them; None: a new file.
-    `RunDirectoryError`: the disk refused; the rows are kept in memory and tried again.
+    `RunDirectoryError`: the disk refused; the rows stay in memory and are retried.
     """
 
     def __init__(self, path: Path, keep: TablePosition | int | None, fence: Fence | None = None) -> None:
@@ -165,14 +165,14 @@ class StepTable:
         try:
             self._file = path.open("ab", buffering=0)
             try:
-                self._store(self._rows_kept(keep))
+                self._store(self._retained_rows(keep))
             except BaseException:
                 self._file.close()
                 raise
         except OSError as error:
             raise self._refused(error) from error
 
-    def _rows_kept(self, keep: TablePosition | int | None) -> dict[int, dict[str, str]]:
+    def _retained_rows(self, keep: TablePosition | int | None) -> dict[int, dict[str, str]]:
         if keep is None:
             return {}
         through = keep.step if isinstance(keep, TablePosition) else keep
@@ -279,7 +279,7 @@ class StepTable:
         lines = [_line(self._columns)]
         steps = sorted(rows)
         lines += [_line([str(step), *(rows[step].get(name, "") for name in self._columns[1:])]) for step in steps]
-        # Each start writes a file of its own: one that was replaced goes on in the file that was there before.
+        # Each start writes a file of its own: one that was replaced continues in the previous file.
         atomic_write(self.path, b"".join(lines), error=RunDirectoryError, fence=self._fence)
         replaced, self._file = self._file, self.path.open("r+b", buffering=0)
         replaced.close()

@@ -1,4 +1,4 @@
-"""What a monitoring system is told of a run: the names of its metrics, and their values from the run directory."""
+"""What a monitoring system gets of a run: the names of its metrics, and their values from the run directory."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class RunMetrics:
                 self._logged[name] = float(value)
 
     def read(self, run: str, *, active: bool = True) -> list[Reading]:
-        """All that is known, each with the label `run`; `active`: the training goes on."""
+        """All that is known, each with the label `run`; `active`: the training runs."""
         with self._lock:
             self._refresh()
             found = [*self._readings(active), *_memory()]

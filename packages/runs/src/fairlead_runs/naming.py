@@ -51,7 +51,7 @@ def render_name(template: str, job: Mapping[str, Any]) -> str:
 def safe_name(text: str) -> str:
     """A folder name that no shell or file system trips over: no slashes, spaces, control characters, leading dots.
 
-    Letters of all scripts are kept; at most 200 bytes, a longer name ends in a hash of the whole.
+    Letters of all scripts stay; at most 200 bytes, a longer name ends in a hash of the full one.
     """
     text = unicodedata.normalize("NFC", text)
     name = "".join(char if _is_safe(char) else "_" for char in text)

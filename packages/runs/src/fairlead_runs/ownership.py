@@ -108,7 +108,7 @@ def owns_nothing(path: Path) -> bool:
 def choose_directory(
     path: Path, resume: str | Path, fingerprint: Fingerprint, owner: LockOwner, system: Syscalls
 ) -> tuple[Path, str | Path]:
-    """Which directory this job uses, the asked one or a sibling, and how it resumes there."""
+    """Which directory this job uses, the requested one or a sibling, and how it resumes there."""
     if str(resume) == "auto":
         return path, resume
     for candidate in (path, *itertools.takewhile(Path.exists, _siblings(path))):

@@ -66,7 +66,7 @@ def usable(schedule: Schedule, micro_batches: int, ranks: int) -> bool:
 def choose_micro_batches(schedule: Schedule, rows: int, ranks: int, requested: int | None = None) -> int:
     """Into how many equal parts a batch of so many rows is cut.
 
-    The largest number that divides the rows, is not above what is asked, and that the schedule can be laid out for. So
+    The largest number that divides the rows, is not above the request, and that the schedule can be laid out for. So
     a short last batch of an epoch is cut into fewer, and gives the same gradients. Without `requested` it is up to 4 P,
     with which the bubble is below a fifth.
 
@@ -87,5 +87,5 @@ def stage_rank(stage: int, stages: int, ranks: int, schedule: Schedule) -> int:
         >>> [stage_rank(s, 4, 2, "zbv_zero_bubble") for s in range(4)]
         [0, 1, 1, 0]
     """
-    lap, place = divmod(stage, ranks)
-    return ranks - 1 - place if schedule == "zbv_zero_bubble" and lap % 2 else place
+    lap, position = divmod(stage, ranks)
+    return ranks - 1 - position if schedule == "zbv_zero_bubble" and lap % 2 else position

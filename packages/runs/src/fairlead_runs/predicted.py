@@ -66,7 +66,7 @@ class Comparison:
         return max(parts, key=lambda one: abs(one.predicted - one.measured), default=None)
 
     def sentence(self) -> str:
-        """What is said of it in one line."""
+        """The comparison in one line."""
         if self.why_not:
             return f"not compared with the plan: {self.why_not}"
         step = next((one for one in self.pairs if one.name == "step"), None)
@@ -153,32 +153,32 @@ def _pairs(
         for name in ("data", "forward", "backward", "compute", COMMUNICATION, "optimizer", "logging")
     }
 
-    def told(*names: str) -> float | None:
+    def planned(*names: str) -> float | None:
         known = [predicted[name] for name in names if name in predicted]
         return sum(known) if known else None
 
     passes = part["forward"] + part["backward"] + part["compute"]
-    found: list[tuple[str, float | None, float, str, bool]] = [("step", told("step_s"), step_s, "s", False)]
+    found: list[tuple[str, float | None, float, str, bool]] = [("step", planned("step_s"), step_s, "s", False)]
     if all("comm_bytes" in one.facts for one in ranks):  # only DDP says what of the backward pass waits for others
-        found.append(("compute", told("compute_s", "bubble_s"), passes, "s", True))
-        found.append(("communication", told("exposed_communication_s"), part[COMMUNICATION], "s", True))
+        found.append(("compute", planned("compute_s", "bubble_s"), passes, "s", True))
+        found.append(("communication", planned("exposed_communication_s"), part[COMMUNICATION], "s", True))
     else:
-        both = told("compute_s", "bubble_s", "exposed_communication_s")
+        both = planned("compute_s", "bubble_s", "exposed_communication_s")
         found.append(("compute and communication", both, passes, "s", True))
-    found.append(("optimizer", told("optimizer_s"), part["optimizer"], "s", True))
-    found.append(("host and data", told("host_s"), part["data"] + part["logging"], "s", True))
+    found.append(("optimizer", planned("optimizer_s"), part["optimizer"], "s", True))
+    found.append(("host and data", planned("host_s"), part["data"] + part["logging"], "s", True))
     rate = samples / step_s if samples else None
     if rate is not None:
-        found.append(("samples", told("samples_s"), rate, "1/s", False))
+        found.append(("samples", planned("samples_s"), rate, "1/s", False))
         if predicted.get("samples_s") and "tokens_s" in predicted:
             found.append(
                 ("tokens", predicted["tokens_s"], rate * predicted["tokens_s"] / predicted["samples_s"], "1/s", False)
             )
     memory = max((one.facts.get("device_memory", 0.0) for one in ranks), default=0.0)
-    if memory:  # the host's is that of the whole process, which no plan is about
-        found.append(("memory of the fullest rank", told("memory_bytes"), memory, "bytes", False))
+    if memory:  # the host's is that of the full process, which no plan covers
+        found.append(("memory of the fullest rank", planned("memory_bytes"), memory, "bytes", False))
     if share is not None:
-        found.append(("goodput", told("goodput"), share, "share", False))
+        found.append(("goodput", planned("goodput"), share, "share", False))
     for name, value, measured, unit, of_step in found:
         if value is not None:
             yield Pair(name, value, measured, unit, of_step)

@@ -14,7 +14,7 @@ from typing import Final
 
 _SHOWN: Final = 500  # characters of a program's output that a message shows
 _MOST: Final = 1 << 20  # bytes of it that are read
-_PAUSE: Final = 0.1  # seconds before a program that a signal has ended is asked again
+_PAUSE: Final = 0.1  # seconds before a program that a signal has ended is retried
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def attempt(
                 stdout=output,
                 stderr=complaint,
                 env=dict(environ),
-                start_new_session=True,  # signals to our group must not end it half-way; and it is killed whole
+                start_new_session=True,  # signals to our group must not end it half-way; it is killed with its children
             )
         except OSError as error:
             return Attempt(127, "", f"{argv[0]}: {error.strerror}")

@@ -55,8 +55,8 @@ def collect_provenance(
 ) -> dict[str, Any]:
     """All that is known about where a start runs and what it runs, of JSON types.
 
-    An allow-list of `environ` is kept, and what `job` names; git is asked about `code`, else the working directory.
-    Of a submitted job `git` is what it said then, with `snapshot`: the copy that runs.
+    An allow-list of `environ` is stored, and what `job` names; git is queried for `code`, else the working directory.
+    Of a submitted job `git` is its state then, with `snapshot`: the copy that runs.
     """
     named = job.variables if job is not None else ()
     return {
@@ -156,7 +156,7 @@ def code_change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) ->
     if None not in digests:  # what no list of names shows: the content of files that git does not track
         return CodeChange(True, "files that git does not track have another content")
     if new.get("diff_cut"):
-        return CodeChange(None, "unknown: the uncommitted changes are too large to be kept as a whole")
+        return CodeChange(None, "unknown: the uncommitted changes are too large to be stored")
     return CodeChange(False, "the code is the same")
 
 

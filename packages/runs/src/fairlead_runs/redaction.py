@@ -28,7 +28,7 @@ _ASSIGNMENT = re.compile(
 def redact(value: Any) -> Any:
     """A copy of nested mappings and lists in which secret texts are `<redacted>`.
 
-    Numbers, booleans and None are kept, whatever their name; below a secret name all texts are secret.
+    Numbers, booleans and None stay, whatever their name; below a secret name all texts are secret.
     """
     return _redact(value, secret=False)
 

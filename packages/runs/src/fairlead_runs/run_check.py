@@ -54,7 +54,7 @@ def check_run_directory(
 
 def _missing(requested: str, run: Path, cwd: Path, where: str) -> tuple[Finding, ...]:
     try:
-        if is_url(requested):  # the store is asked when the run starts
+        if is_url(requested):  # the store is queried when the run starts
             split_checkpoint_url(requested)
         elif not Path(found := named_checkpoint(requested, run, cwd)).exists():
             what = f"the checkpoint {found!r} does not exist"

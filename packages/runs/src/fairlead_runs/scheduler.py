@@ -1,4 +1,4 @@
-"""What the scheduler of a run's job says of it, asked from anywhere: once, and not for long."""
+"""The status of a run's job by its scheduler, queried from anywhere, with a short timeout."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class JobStatus:
     """What a scheduler says of one job; times are in seconds since the epoch, None where they are not known.
 
     Attributes:
-        state: `queued`: waits, also to be started again; `running`; `ending`: its processes are being ended; `ended`;
+        state: `queued`: waits, also for a restart; `running`; `ending`: its processes are being ended; `ended`;
             `unknown`: the scheduler does not answer, or has forgotten the job.
         detail: In its own words: `PENDING, BeginTime`.
         why: What that means, in a sentence's rest: `waits until nodes are free`; may be empty.
         starts: When it starts at the earliest, of a job that is queued.
         since: When it was started, of one that runs.
         ends: When its time limit is over, of one that runs.
-        restarts: How often it was started again.
+        restarts: How often it was restarted.
     """
 
     state: Literal["queued", "running", "ending", "ended", "unknown"]
@@ -46,7 +46,7 @@ class JobStatus:
 
 @runtime_checkable
 class JobQueue(Protocol):
-    """An environment plugin whose scheduler can be asked for a job from outside of it, as from a login node."""
+    """An environment plugin whose scheduler can be queried about a job from outside of it, as from a login node."""
 
     def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
         """The status of a job of this scheduler, `scheduler:id`.

@@ -145,9 +145,9 @@ class StepTimes:
     ) -> None:
         self.facts: Callable[[], Mapping[str, float]] = dict
         self.on_part: Callable[[str], object] | None = None
-        """Is told of each part that begins."""
+        """Called with each part that begins."""
         self.on_write: Callable[[RankTimes], object] | None = None
-        """Is told what was written, each time."""
+        """Called with what was written, each time."""
         self.error: OSError | None = None
         self._start = int(folder.name.rpartition("-")[2])
         self._node = node
@@ -239,7 +239,7 @@ class StepTimes:
             self.on_write(_times(record, self._node, self._start))
 
     def write_still(self) -> None:
-        """Writes where this rank stands, from another thread: the one that trains does not get on, and may not again.
+        """Writes where this rank stands, from another thread: the one that trains is stuck, perhaps for good.
 
         It changes nothing, as that thread may wake at any moment, and asks the engine nothing, which may hold a lock.
         """

@@ -33,7 +33,7 @@ class Record:
         run: The run directory.
         runs: All of the submission, as texts.
         submitted: When, UTC.
-        job: The id of the whole.
+        job: The id of the submission.
         folder: The folder of the submission: job files, scripts, the copy of the code.
         output: The file that the scheduler writes the output to, `*` for what differs; None: it writes none.
         submit: The job's `submit`.
@@ -55,7 +55,7 @@ class Record:
     sweep: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Writes it to a folder, as a whole."""
+        """Writes it to a folder, atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{_FILE}.part"
         part.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -121,7 +121,7 @@ def was_submitted(run: Path) -> bool:
 
 
 def submitted_code(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What git said of the code when the job was submitted, with `snapshot`, the copy that runs; None: none does."""
+    """git's state of the code when the job was submitted, with `snapshot`, the copy that runs; None: none does."""
     file = environ.get(VARIABLE)
     if not file:
         return None

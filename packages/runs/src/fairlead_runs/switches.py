@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 SAVE: Final = "SAVE"
-"""Asks for a checkpoint; the training goes on."""
+"""Requests a checkpoint; the training continues."""
 STOP: Final = "STOP"
-"""Asks for a stop with a checkpoint, after which the job is not started again."""
+"""Requests a stop with a checkpoint, after which the job is not restarted."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Switch:
 
     Attributes:
         path: The file.
-        by: Who owns it: the one who asked, or a number where the user has no name here.
+        by: Its owner, who requested it, or a number where the user has no name here.
         time: When it was made, in seconds since the epoch, by the file system's clock.
         identity: Tells this file from the next of its name.
     """
@@ -34,7 +34,7 @@ class Switch:
     identity: tuple[int, int]
 
     def __str__(self) -> str:
-        return f"{self.by} asked by the file {self.path.name}"
+        return f"{self.by} requested it by the file {self.path.name}"
 
 
 def find_switch(run: Path, name: str) -> Switch | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Final, Literal
 
-from fairlead_runs.heartbeat import Beat, place_of_thread
+from fairlead_runs.heartbeat import Beat, location_of_thread
 
 _BEHIND_S: Final = 10.0
 """A rank that is behind for so long is named; before that, a step or a slow file system explains it."""
@@ -45,8 +45,8 @@ class Standing:
     """Where the ranks are that a stop waits for.
 
     Args:
-        text: The ranks and their places, as a subject: `rank 1 (in its step, at backward@loss.py:12)`.
-        patience_s: How long they may stand there until the stop goes on without them.
+        text: The ranks and their locations, as a subject: `rank 1 (in its step, at backward@loss.py:12)`.
+        patience_s: How long they may stand there until the stop continues without them.
     """
 
     text: str
@@ -55,13 +55,13 @@ class Standing:
 
 def own_standing() -> Standing:
     """Where the main thread of this process is."""
-    return Standing(f"this process (at {place_of_thread()})")
+    return Standing(f"this process (at {location_of_thread()})")
 
 
 def grouped(beats: Iterable[Beat]) -> list[tuple[Beat, ...]]:
     """The ranks by how far they are and where they stand, those who are behind first; in each group by rank."""
-    ordered = sorted(beats, key=lambda b: (*_reached(b), b.phase, b.place, b.rank))
-    return [tuple(same) for _, same in groupby(ordered, key=lambda b: (*_reached(b), b.phase, b.place))]
+    ordered = sorted(beats, key=lambda b: (*_reached(b), b.phase, b.location, b.rank))
+    return [tuple(same) for _, same in groupby(ordered, key=lambda b: (*_reached(b), b.phase, b.location))]
 
 
 def waiting(beats: Sequence[Beat], now: float | None) -> Waiting | None:
@@ -70,24 +70,24 @@ def waiting(beats: Sequence[Beat], now: float | None) -> Waiting | None:
         return None
 
     def still(beat: Beat, seconds: float) -> bool:
-        return bool(beat.place) if now is None else now - beat.time > seconds
+        return bool(beat.location) if now is None else now - beat.time > seconds
 
     lowest = min(map(_reached, beats))
     if lowest != max(map(_reached, beats)):
         late = [b for b in beats if _reached(b) == lowest]
-        return _named("behind", [b for b in late if b.place or still(b, _BEHIND_S)], beats)
-    newest, placed = max(b.time for b in beats), any(b.place for b in beats)
-    silent = [b for b in beats if not b.place and still(b, _SILENT_S) and (placed or newest - b.time > _SILENT_S)]
+        return _named("behind", [b for b in late if b.location or still(b, _BEHIND_S)], beats)
+    newest, placed = max(b.time for b in beats), any(b.location for b in beats)
+    silent = [b for b in beats if not b.location and still(b, _SILENT_S) and (placed or newest - b.time > _SILENT_S)]
     if silent:
         return _named("silent", silent, beats)
-    if not all(b.place and still(b, _SILENT_S) for b in beats):
+    if not all(b.location and still(b, _SILENT_S) for b in beats):
         return None
     return _named("elsewhere", _standing_elsewhere(beats), beats)
 
 
-def waits_there(place: str) -> bool:
-    """Whether a rank that stands at this place waits for others."""
-    return bool(_WAITS.match(place))
+def waits_there(location: str) -> bool:
+    """Whether a rank that stands at this location waits for others."""
+    return bool(_WAITS.match(location))
 
 
 def rank_ranges(ranks: Iterable[int], longest: int = 40) -> str:
@@ -142,8 +142,8 @@ def _reached(beat: Beat) -> tuple[int, int]:
 
 
 def _standing_elsewhere(beats: Sequence[Beat]) -> list[Beat]:
-    """The ranks that do not wait while others do; else those at the rarest place, if most stand elsewhere."""
-    busy = [b for b in beats if not waits_there(b.place)]
+    """The ranks that do not wait while others do; else those at the rarest location, if most stand elsewhere."""
+    busy = [b for b in beats if not waits_there(b.location)]
     if len(busy) < len(beats):
         return busy
     rarest = min(grouped(beats), key=len)

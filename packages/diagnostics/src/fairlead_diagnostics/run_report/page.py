@@ -180,8 +180,8 @@ def _start(start: StartTimes, wait: float) -> tuple[str, ...]:
     steps = "-"
     if start.first_step is not None:
         steps = f"{start.first_step} to {start.last_step}"
-        if start.kept_step != start.last_step and start.last_step is not None and start.kept_step is not None:
-            steps += f", of which {start.last_step - start.kept_step} were lost"
+        if start.continued_step != start.last_step and start.last_step is not None and start.continued_step is not None:
+            steps += f", of which {start.last_step - start.continued_step} were lost"
     return (
         str(start.number),
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.began)),

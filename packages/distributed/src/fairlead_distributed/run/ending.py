@@ -19,7 +19,7 @@ from fairlead_runs import Beat, count_starts, read_history, refusal
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import newest_complete
 from fairlead_runs.guard import Overdue, StopGuard
-from fairlead_runs.heartbeat import place_of_thread
+from fairlead_runs.heartbeat import location_of_thread
 from fairlead_runs.waiting import Standing, grouped, listed, own_standing, ranks_text, waiting, waits_there
 
 
@@ -139,11 +139,11 @@ class Ending(ABC):
 
         def progress() -> object:
             if self.session.phase not in _BATCHES:
-                line = place_of_thread()
-                if self.session.phase in _SAVES and not waits_there(line):
-                    return self.session.phase, line, _written_bytes() // _CHUNK
-                # A compiler moves; what else happens before the first step of a start has nothing to lose.
-                return self.session.phase, line if self.session.phase == "first-batch" else ""
+                place = location_of_thread()
+                if self.session.phase in _SAVES and not waits_there(place):
+                    return self.session.phase, place, _written_bytes() // _CHUNK
+                # A compiler moves; what else goes on before the first step of a start has nothing to lose.
+                return self.session.phase, place if self.session.phase == "first-batch" else ""
             return self.batches_done()
 
         overdue = Overdue(
@@ -203,9 +203,9 @@ class Ending(ABC):
         groups = grouped(found.behind if found is not None else beats)
         named = [f"{ranks_text(beat.rank for beat in group)} ({_stands(group[0])})" for group in groups]
         text = listed(named, most=4)
-        if self.session.phase in _SAVES and not waits_there(place_of_thread()):
+        if self.session.phase in _SAVES and not waits_there(location_of_thread()):
             return Standing(text, _SAVE_STALL_S)
-        if any(beat.phase in _SAVES and not waits_there(beat.place) for beat in beats):
+        if any(beat.phase in _SAVES and not waits_there(beat.location) for beat in beats):
             return Standing(text, math.inf)  # that rank ends itself where its save hangs
         return Standing(text)
 
@@ -294,7 +294,7 @@ def _at(phase: str) -> str:
 
 
 def _stands(beat: Beat) -> str:
-    return f"{_at(beat.phase)}, at {beat.place}" if beat.place else _at(beat.phase)
+    return f"{_at(beat.phase)}, at {beat.location}" if beat.location else _at(beat.phase)
 
 
 class _RecordingRequeuer(Requeuer):

@@ -33,7 +33,7 @@ from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard, build_guard
-from fairlead_runs.heartbeat import place_of_thread
+from fairlead_runs.heartbeat import location_of_thread
 from fairlead_runs.lasting_output import give_output_back, keep_output
 from fairlead_runs.logger_positions import LOGGER_POSITIONS, logger_positions, resume_position
 from fairlead_runs.metrics_file import MetricsFile
@@ -268,8 +268,8 @@ class _RunEnding(Ending):
         self._run = run
 
     def batches_done(self) -> object:
-        """Batches and steps, and where the main thread is: a user's validation shows no other progress."""
-        return self._run.progress(), place_of_thread()
+        """Batches and steps, and where the main thread is: nobody else knows how a user's validation gets on."""
+        return self._run.progress(), location_of_thread()
 
     def copies(self) -> CheckpointCopies | None:
         """Those on an object store."""

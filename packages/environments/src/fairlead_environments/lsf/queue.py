@@ -61,7 +61,7 @@ def read_bjobs(text: str) -> StopReason:
 
 
 def read_bhist(text: str, reason: StopReason) -> StopReason:
-    """The reason with what the job's history adds: whether its end was requested.
+    """The reason with what the job's history adds: whether a user requested its end.
 
     Only signals that end a job count; a person who sends SIGUSR1 asks for something else.
     """

@@ -1,7 +1,7 @@
 """Who a task of an LSF job is: of `jsrun` (JSM's variables) or of `blaunch` (LSF_PM_TASKID).
 
 `blaunch` without host names starts one task per slot, in the order of LSB_HOSTS, and numbers them from 1. JSM numbers
-ranks from 0 and names the local rank, but not the node: that is this host's index among the hosts of the job.
+ranks from 0 and names the local rank, but not the node: that is this host's position among the hosts of the job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _of_jsrun(config: MainAddressConfig, environ: Mapping[str, str], hostname: s
     hosts: tuple[str, ...] = nodes.value
     index = index_of(hostname, hosts)
     if index is not None:
-        node_rank = Setting(index, f"index of {hostname} among the hosts in {job.reason}")
+        node_rank = Setting(index, f"position of {hostname} among the hosts in {job.reason}")
     elif local is not None and even:  # another name for this host, as in a container
         node_rank = Setting(rank.value // local.value, f"{rank.reason} / {local.reason}")
     else:
@@ -98,8 +98,8 @@ def _of_blaunch(config: MainAddressConfig, environ: Mapping[str, str], hostname:
         num_nodes=Setting(len(job.hosts), f"unique hosts in {job.reason}"),
         local_world_size=Setting(local, f"slots on {host} in {job.reason}"),
         world_size=Setting(len(job.slots), f"slots in {job.reason}"),
-        node_rank=Setting(job.hosts.index(host), f"index of {host} in {job.reason}"),
-        local_rank=Setting(job.slots[:rank].count(host), f"index of task {task.value} among the slots on {host}"),
+        node_rank=Setting(job.hosts.index(host), f"position of {host} in {job.reason}"),
+        local_rank=Setting(job.slots[:rank].count(host), f"position of task {task.value} among the slots on {host}"),
         global_rank=Setting(rank, f"LSF_PM_TASKID={task.value}, which counts from 1"),
         main_address=_main_address(config, environ, job.hosts[0], f"hosts in {job.reason}"),
         main_port=port,

@@ -96,7 +96,7 @@ def read_job(
     """
     grace = _KILL_WAIT if kill_wait is None else kill_wait
     state, reason, preempted = fields["JobState"], fields.get("Reason", "None"), local_time(fields.get("PreemptTime"))
-    # SLURM starts a batch script again; of what salloc or srun began, nothing is left that it could start.
+    # SLURM restarts a batch script; of what salloc or srun began, nothing is left that it could start.
     may = False if fields.get("BatchFlag") == "0" else {"0": False, "1": True}.get(fields.get("Requeue", ""))
     end = local_time(fields.get("EndTime"))
     shown = ("JobState", "Reason", "Restarts", "NodeList", "EndTime", "PreemptTime")

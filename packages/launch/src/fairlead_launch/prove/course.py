@@ -62,13 +62,13 @@ class Proof(ABC):
     def run(self, retained: list[Path]) -> int:
         """Tries it and prints the report: 0 where the resume is equal, else 1.
 
-        What is left of one that differs, or of a training that failed, is added to `retained`.
+        The folder of a proof that differs, or of a training that failed, is added to `retained`.
         """
         try:
             equal, lines = self.report()
         except RunFailedError as error:
             retained.append(self.folder)
-            error.fix = "\n".join(filter(None, (error.fix, f"the files are in {self.folder}")))
+            error.fix = "\n".join(filter(None, (error.fix, f"the files remain in {self.folder}")))
             raise
         if not equal:
             retained.append(self.folder)
@@ -124,9 +124,9 @@ class Proof(ABC):
         causes = "a clock, a generator that is not seeded, or kernels that are not deterministic"
         return [*lines, f"  why:   {causes}", f"  do:    count steps instead of seconds; {self.deterministic}"]
 
-    def trained(self, name: str, resume: str | None = None, hash_seed: int | None = None) -> Trained:
-        """One run that comes to its end; its directory is moved away, so that all are trained at the same path."""
-        self.to_end(resume or name, hash_seed=hash_seed, folder=name, resume=resume is not None)
+    def trained(self, name: str, resume_of: str | None = None, hash_seed: int | None = None) -> Trained:
+        """One run that comes to its end; its directory is moved away, so that all are trained in the same path."""
+        self.to_end(resume_of or name, hash_seed=hash_seed, folder=name, resumes=resume_of is not None)
         folder_of_run = self.folder / name
         shutil.move(self._run(), folder_of_run / "run")
         return Trained(folder_of_run / "run", folder_of_run / "notes")
@@ -138,16 +138,16 @@ class Proof(ABC):
         kill: bool = False,
         hash_seed: int | None = None,
         folder: str | None = None,
-        resume: bool = False,
+        resumes: bool = False,
     ) -> None:
-        """Trains to the end, or to the kill; raises with the output of the training where it failed."""
+        """Trains to the end, or to the kill; raises with the training's own error if it failed."""
         self._seeds += 1
         folder_of_run = self.folder / (folder or what)
         notes = folder_of_run / "notes"
         notes.mkdir(parents=True, exist_ok=True)
-        for stale in notes.glob("*.json") if resume else ():
+        for stale in notes.glob("*.json") if resumes else ():
             stale.unlink()  # of the start that was killed
-        instructions = self.plan.to_json(notes, kill=kill, runs=str(self.folder / "runs"), resume=resume)
+        instructions = self.plan.to_json(notes, kill=kill, runs=str(self.folder / "runs"), resumes=resumes)
         environ = {**self.session.environ, PLAN: instructions}
         if environ.get("PYTHONHASHSEED", "random") == "random":  # else a resumed process has the same as well
             environ["PYTHONHASHSEED"] = str(hash_seed or self._seeds)
@@ -191,7 +191,7 @@ def _tail(log: Path) -> str | None:
 def explained(
     found: Sequence[Unequal], lost: Sequence[Unequal], reported: Sequence[str], fixes: Mapping[str, str]
 ) -> list[str]:
-    """What differs, first that which shows first; why, as the start has reported or as the memory shows; what to do."""
+    """What differs, in order; the reasons that the start reported or the memory shows; what to do."""
     lines = [f"  first: {found[0]}", *(f"  also:  {one}" for one in found[1:_SHOWN])]
     if len(found) > _SHOWN:
         lines.append(f"         and {len(found) - _SHOWN} more")
@@ -315,10 +315,10 @@ def _checkpoint(reference: Trained, other: Trained, session: Session) -> Iterato
 
 
 def _shows(one: dict[str, Any]) -> int:
-    """Its rank among what differs: weights first, then what was registered, last what a run notes of itself."""
+    """Its position among what differs: weights first, then what was registered, last what a run notes of itself."""
     if one["name"].startswith(_BESIDE):
         return len(_ORDER) + 1
-    return next((rank for rank, start in enumerate(_ORDER) if one["name"].startswith(start)), len(_ORDER))
+    return next((position for position, start in enumerate(_ORDER) if one["name"].startswith(start)), len(_ORDER))
 
 
 def _how(one: dict[str, Any]) -> str:

@@ -30,16 +30,16 @@ class Plan:
         checkpoint = steps // 2
         return cls(steps, checkpoint, checkpoint + max(1, (steps - checkpoint) // 2))
 
-    def to_json(self, notes: Path, *, kill: bool, runs: str, resume: bool) -> str:
+    def to_json(self, notes: Path, *, kill: bool, runs: str, resumes: bool) -> str:
         """For the environment of one start.
 
         Args:
             notes: Where its ranks leave what they note.
             kill: Whether the ranks are killed.
             runs: The folder of the run.
-            resume: Whether the run is resumed.
+            resumes: Whether the run is resumed.
         """
-        return json.dumps({"notes": str(notes), "kill": kill, "plan": asdict(self), "runs": runs, "resume": resume})
+        return json.dumps({"notes": str(notes), "kill": kill, "plan": asdict(self), "runs": runs, "again": resumes})
 
 
 def at_step(step: int) -> str:

@@ -118,7 +118,7 @@ class BatchSubmitter(Submitter):
             raise NotAnsweredError(
                 f"{self.submits} did not answer within {TIMEOUT_S:.0f} s: the job may be queued or not",
                 where=str(script),
-                fix=f"ask with {self.asks} whether the job is there before you resubmit it",
+                fix=f"see with {self.asks} whether the job is there before you resubmit it",
             )
         if done.code != 0:
             raise self.refused(script, done)
@@ -130,7 +130,7 @@ class BatchSubmitter(Submitter):
         return RunFailedError(what, where=str(script), why=done.message, fix=REFUSED)
 
     def cancel(self, job: str) -> None:
-        """Ends the job: the ranks save, and nothing starts them again."""
+        """Ends the job: the ranks save, and are not restarted."""
         _, problem = self.ask(self.cancels, job)
         if problem:
             raise RunFailedError(f"job {job} is not cancelled", why=problem)
@@ -161,9 +161,9 @@ class BatchSubmitter(Submitter):
 
         Args:
             template: Its name.
-            request: The requested job.
+            request: The submission.
             own: The options of the scheduler, by their names; None and False leave one out. Those of `submit.extra`
-                come instead.
+                replace them.
             values: What this template may use besides.
         """
         dashes = "-" if any(name.startswith("-") for name in own) else ""

@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--local",
         action="store_true",
         help="run the sweep here, without a scheduler, --max-parallel trials at once (default: as many as there are "
-        "GPUs for, else 1); the same command, repeated, skips the trials that are done",
+        "GPUs for, else 1); a repeated command skips the trials that are done",
     )
     parser.add_argument("--screen", action="store_true", help="test each node before the ranks start (`submit.screen`)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -19,7 +19,7 @@ from fairlead.resolve import resolve
 
 
 class NotAnsweredError(RunFailedError):
-    """The scheduler did not answer in time: it is unknown whether the job is queued, so its files stay."""
+    """The scheduler did not answer in time: the job may be queued, so its files stay."""
 
 
 Phase = Literal["queued", "running", "finished", "failed", "cancelled", "unknown"]
@@ -30,7 +30,7 @@ class JobState:
     """What a scheduler says of a job.
 
     Args:
-        phase: `queued` (also: waits for its restart), `running`, `finished` (with 0), `failed`, `cancelled`;
+        phase: `queued` (also: waits for a restart), `running`, `finished` (with 0), `failed`, `cancelled`;
             `unknown`: the scheduler does not answer, or has forgotten the job.
         reason: Its own words for why, as SLURM's `BeginTime` or `Resources`; may be empty.
         details: What else it says, by its own names: `{"StartTime": "2026-11-24T10:00:00", "Restarts": "1"}`.
@@ -76,7 +76,7 @@ class Request:
         cpus_per_device: CPU cores for each rank, where the job says so.
         host_memory_gib: Main memory of a node in GiB, where the job says so.
         warn_s: Seconds before the time limit at which the ranks are to be warned: one step and one save fit into it.
-        requeues: Whether a stop restarts the job.
+        requeues: Whether a stop is to have the job restarted.
         command: The words that run `fairlead` on a node, as `("/env/bin/python", "-m", "fairlead")`.
         logs: The folder for the scheduler's output files.
         variables: Environment variables of the ranks: those of `submit.network`, then `submit.env`.

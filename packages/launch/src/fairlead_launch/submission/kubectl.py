@@ -58,7 +58,7 @@ class KubectlSubmitter(Submitter):
         return object_name(request)
 
     def state(self, job: str) -> JobState:
-        """From the object's status; of a sweep the phase of the members that are not over."""
+        """From the object's status; of a full sweep the phase of the members that are not over."""
         each = 'jsonpath={range .items[*]}{.metadata.name} {.status}{"\\n"}{end}'
         try:
             done = self._run("get", self.kinds[0], "-l", selector(job), "-o", each)

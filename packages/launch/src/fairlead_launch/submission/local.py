@@ -1,6 +1,6 @@
 """`fairlead submit --sweep --local`: the trials of a sweep on this machine, so many at once, each a separate run.
 
-The same command, repeated, continues the sweep: a trial that is finished is skipped, a stopped or failed one resumes.
+A repeated command continues the sweep: a trial that is finished is skipped, one that was stopped or failed resumes.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _write(sweep: Sweep, session: Session) -> None:
 
 
 class _Running:
-    """Starts trials as slots become free, and ends them all on a stop request."""
+    """Starts trials as slots become free, and ends them all on a stop."""
 
     def __init__(self, sweep: Sweep, session: Session, say: Callable[[str], object]) -> None:
         self._sweep, self._session, self._say = sweep, session, say
@@ -264,7 +264,7 @@ class _Running:
     def _start(self) -> None:
         trial, slot = self._waiting.pop(), self._free.pop()
         environ = {**{n: v for n, v in self._session.environ.items() if n != SERVER_FD}, **slot}
-        # -P: the working directory is not searched for code unless the rules for user code say so.
+        # -P: the working directory is searched for code only if the rules for user code say so.
         command = [sys.executable, "-P", "-m", "fairlead", "fit", str(trial.file)]
         with trial.log.open("ab") as log:
             process = subprocess.Popen(

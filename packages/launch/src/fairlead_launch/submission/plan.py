@@ -103,7 +103,7 @@ class Plan:
         return self._record(job)
 
     def _not_twice(self) -> None:
-        """Two jobs of one run would stop each other; one that waits for the other is requested by its dependency."""
+        """Two jobs of one run would stop each other; one that waits for the other needs a `dependency`."""
         before = read_submission(self.request.runs[0])
         if before is None or getattr(self.config, "dependency", None):
             return
@@ -129,10 +129,10 @@ class Plan:
                 script.chmod(0o755)
             request.logs.mkdir(parents=True, exist_ok=True)
         for file in request.job_files:
-            self._recheck(file)
+            self._check_written_job(file)
         return list(scripts)
 
-    def _recheck(self, file: Path) -> None:
+    def _check_written_job(self, file: Path) -> None:
         """The job as it will run: read from its file, with the classes that are in the copy of the code."""
         loaded = load_job(str(file), plugins=self.plugins, cwd=self.request.cwd, environ=self.environ)
         found = list(loaded.findings)
@@ -151,8 +151,8 @@ class Plan:
         request, output = self.request, self.submitter.output(self.request, job)
         runs = tuple(str(run) for run in request.runs)
         records = []
-        for place, run in enumerate(request.runs):
-            index = request.indices[place] if request.indices else None
+        for position, run in enumerate(request.runs):
+            index = request.indices[position] if request.indices else None
             record = Record(
                 to=self.config.name,
                 id=job if index is None else self.submitter.member(job, index),
@@ -165,7 +165,7 @@ class Plan:
                 submitted=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 submit=_dumped(self.config),
                 cwd=str(request.cwd),
-                sweep=self.sweep[place] if request.sweep else (),
+                sweep=self.sweep[position] if request.sweep else (),
             )
             record.write(run / SUBMISSIONS / request.folder.name)
             records.append(record)
@@ -209,11 +209,11 @@ def make_plan(
     indices = _indices(config, submitter, len(grid), max_parallel)
     resources = hardware(first)
     runs, checked = [], []
-    for place, index in enumerate(indices or [None]):
-        loaded = loads[place if grid else 0]
+    for position, index in enumerate(indices or [None]):
+        loaded = loads[position if grid else 0]
         run, named = _run(loaded, index, cwd)
         runs.append(run)
-        if place == 0 or grid:
+        if position == 0 or grid:
             seen = dataclasses.replace(loaded, job=named.model_copy(update={"resources": resources}))
             checked.append(
                 check_job(seen, environ=environ, plugins=plugins, profile="resources", purpose="check", cwd=cwd)
@@ -344,7 +344,7 @@ def _resolved(checked: CheckedJob) -> Resolution:
 
 def text_of_job(data: Mapping[str, object]) -> str:
     """A job file that means what it says; ConfigError where the job holds a secret."""
-    # `submit` has the names of a cluster's secrets and keys; `variables` looks at its `env`.
+    # `submit` has the names of a cluster's secrets and keys; `variables` checks its `env`.
     looked_at = {name: section for name, section in data.items() if name != "submit"}
     shown = dict(leaves(redact(looked_at)))
     secret = next((path for path, value in leaves(looked_at) if shown.get(path, value) != value), None)

@@ -38,7 +38,7 @@ _WRITTEN: Final = (
 
 def _absolute(path: str) -> str:
     if not re.fullmatch(r"/[^:\s]*", path) or ".." in path.split("/"):
-        raise ValueError(f"{path!r} is no path in a container; write an absolute path, as /runs")
+        raise ValueError(f"{path!r} is not a path in a container; write an absolute path, as /runs")
     return path.rstrip("/") or "/"
 
 
@@ -106,7 +106,7 @@ class PodSubmitterConfig(SubmitterConfigBase):
     holds it."""
     snapshot: bool | list[str] = False
     """Whether a copy of the code as it is now runs, as `submit` does elsewhere; only where the pods see the folder of
-    the submission at the same path. Default false: the code is that of the image."""
+    the submission under the same path. Default false: the code is that of the image."""
     gpu_resource: str = "nvidia.com/gpu"
     """What the cluster calls its devices, such as `amd.com/gpu`; each pod asks for `devices_per_node` of them."""
     resources: dict[str, str | int] = Field(default_factory=dict)
@@ -306,7 +306,7 @@ def _job_in_pods(config: PodSubmitterConfig, request: Request, text: str, run: P
         raise ConfigError(
             "the pods do not see the copy of the code",
             where="submit.snapshot",
-            why=f"it is in {request.folder}, which no volume of `submit.volumes` holds at the same path",
+            why=f"it is in {request.folder}, which no volume of `submit.volumes` holds under the same path",
             fix="leave `snapshot` out, and have the code in the image; or mount that folder as a volume",
         )
     trainer = job.setdefault("trainer", {})
@@ -333,7 +333,7 @@ def _run_folder(config: PodSubmitterConfig, run: Path) -> str:
 
 
 def _seen(config: PodSubmitterConfig, folder: Path) -> bool:
-    """Whether a volume that outlives the pods holds this folder at the same path."""
+    """Whether a volume that outlives the pods holds this folder under the same path."""
     lasting = (volume for volume in config.volumes if volume.claim is not None or volume.host_path is not None)
     return any(folder.is_relative_to(volume.path) for volume in lasting)
 

@@ -1,4 +1,4 @@
-"""From a job to the request to a scheduler: hardware, the lead of the warning, the command, the job files."""
+"""From a job to what is requested from a scheduler: hardware, the lead of the warning, the command, the job files."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class SLURMSubmitter(BatchSubmitter):
         return Raw(f'--ntasks="$SLURM_JOB_NUM_NODES" {inside} {self.job_file(request)}')
 
     def _command(self, request: Request) -> Raw:
-        # The launcher takes the nodes from SLURM, and restarts the ranks where one has failed.
+        # The launcher takes the nodes from SLURM, and restarts the ranks if one has failed.
         several = self.config.tasks == "node" and request.devices_per_node > 1
         launch = ["launch", f"--nproc={request.devices_per_node}", "-m", "fairlead"] if several else []
         return Raw(f"{words([*self._inside(request), *request.command, *launch, 'fit'])} {self.job_file(request)}")

@@ -1,4 +1,4 @@
-"""`fairlead.submit`: submits a job from Python, and follows it."""
+"""`fairlead.submit`: a job is submitted from Python, and its state and result are read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Submission:
         return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
     def cancel(self) -> None:
-        """Ends the job; what was saved stays, and nothing restarts it."""
+        """Ends the job; what was saved stays, and it is not restarted."""
         self.submitter.cancel(self.id)
 
     def result(self, timeout: float | None = None, *, poll_s: float = 10.0) -> RunState | list[RunState]:

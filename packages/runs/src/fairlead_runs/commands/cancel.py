@@ -60,7 +60,7 @@ def run_cancel(arguments: argparse.Namespace, session: Session) -> int:
 
 
 def _may_start(run: RunState, status: JobStatus | None) -> bool:
-    """Whether the job of the last start may start again."""
+    """Whether the job of the last start may be restarted."""
     if status is not None and status.state in ("queued", "ended"):
         return status.state == "queued"
     return any(event["event"] == "requeue" for event in read_history(run.path / "history.jsonl")[-1:])
@@ -73,7 +73,7 @@ def _stop(run: RunState) -> str:
         return f"{there} already, {max(0, int(time.time() - there.time))} s ago: `fairlead status {run.name}` shows it"
     _make(run.path)
     return (
-        f"{run.name} stops after its next step, with a checkpoint, and does not start again: asked by {run.path / STOP}"
+        f"{run.name} stops after its next step, with a checkpoint, and does not restart: requested by {run.path / STOP}"
     )
 
 
@@ -82,13 +82,13 @@ def _make(run: Path) -> None:
         os.close(os.open(run / STOP, os.O_WRONLY | os.O_CREAT, 0o666))
     except PermissionError as error:
         raise RunDirectoryError(
-            "the run cannot be asked to stop: you may not write into its directory",
+            "the run cannot be stopped: you may not write into its directory",
             where=str(run),
             why=error.strerror,
             fix=f"have its owner run `fairlead cancel {run.name}`, or open it to your group: chmod g+w {run}",
         ) from error
     except OSError as error:
-        raise disk_error(error, "the run cannot be asked to stop", run / STOP, RunDirectoryError) from error
+        raise disk_error(error, "the run cannot be stopped", run / STOP, RunDirectoryError) from error
 
 
 def _queued(run: RunState, job: str, status: JobStatus | None, session: Session) -> str:

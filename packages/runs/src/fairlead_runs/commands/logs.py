@@ -22,12 +22,12 @@ from fairlead_runs.waiting import parse_ranks
 _NAME: Final = re.compile(r"rank-(\d+)\.log")
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]\d+")
 _OPEN: Final = 256
-"""Files that are open at once; of more, each is read as a whole."""
+"""Files that are open at once; if there are more, each is read at once."""
 _POLL_S: Final = 0.5
 _STATE_S: Final = 2.0
-"""How often the run directory is asked whether the run has ended."""
+"""How often the run directory is checked for the end of the run."""
 _SCHEDULER_S: Final = 30.0
-"""How often the scheduler is asked, while no start of the run is there."""
+"""How often the scheduler is queried, while no start of the run is there."""
 
 
 def logs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,11 +139,11 @@ class _Ending:
     def __init__(self, path: Path, session: Session) -> None:
         self._path = path
         self._session = session
-        self._asked_at = float("-inf")
+        self._queried_at = float("-inf")
         self._reported: str | None = None
 
     def why_over(self) -> str | None:
-        """The run's end in words; None while it runs, or is to start again."""
+        """The run's end in words; None while it runs, or is to be restarted."""
         run = state(self._path)
         if run.state == "running" or (run.owner is not None and run.state != "finished"):  # or has yet to ask for one
             self._reported = None
@@ -163,14 +163,14 @@ class _Ending:
     def _waits(self) -> str | None:
         job = job_of_run(self._path)
         if job is not None:
-            if time.monotonic() - self._asked_at < _SCHEDULER_S:
+            if time.monotonic() - self._queried_at < _SCHEDULER_S:
                 return self._reported or f"job {job} will be queried shortly"
-            self._asked_at = time.monotonic()
+            self._queried_at = time.monotonic()
             status = ask_for_job(job, self._session.plugins, self._session.environ)
             if status is not None and status.state != "unknown":
                 return f"job {job} is {status.state} ({status.detail})" if status.state != "ended" else None
         last = read_history(self._path / "history.jsonl")[-1:]
-        return "another start was asked for" if last and last[0]["event"] == "requeue" else None
+        return "another start was requested" if last and last[0]["event"] == "requeue" else None
 
 
 def _count(text: str) -> int:

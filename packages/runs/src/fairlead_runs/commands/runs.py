@@ -21,7 +21,7 @@ _COLUMNS: Final = 6
 _SECTIONS: Final = ("model", "data", "trainer", "run", "resources")
 """The sections of a job, those first in which an experiment differs from another."""
 _OWN: Final = frozenset({"run.name", "run.dir", "run.code", "run.resume", "run.accept", "run.wait"})
-"""Settings that say where a run is kept and how it was started: no two need to be alike."""
+"""Settings that say where a run is stored and how it was started: these may differ."""
 _ALIVE_S: Final = 60.0
 """A run with a heartbeat since so long is running, whatever its scheduler says."""
 _ORDERS: Final[Mapping[str, Callable[[RunState], Any]]] = {
@@ -90,7 +90,7 @@ def run_runs(arguments: argparse.Namespace, session: Session) -> int:
 
 
 def _states(runs: Sequence[RunState], session: Session) -> dict[Path, tuple[str, str]]:
-    """The state of each run and why: a job that is to start one, or start it again, is asked for."""
+    """The state of each run and why: the job that is to start or restart it is queried."""
     jobs = {}
     for run in runs:
         alive = run.state == "running" and run.heartbeat_age_s is not None and run.heartbeat_age_s < _ALIVE_S

@@ -92,7 +92,7 @@ def _groups(groups: Sequence[Sequence[Beat]], now: float) -> Iterator[str]:
                 str(first.step),
                 first.phase,
                 ago(now - max(beat.time for beat in group)),
-                first.place or "-",
+                first.location or "-",
             )
         )
     yield from table(rows)
@@ -106,19 +106,19 @@ def stuck_line(stuck: Waiting, now: float, *, running: bool) -> str:
     """Which rank is stuck where, and who waits for it, as a sentence."""
     first = stuck.behind[0]
     since = f" since {in_words(now - max(beat.time for beat in stuck.behind))}" if running else ""
-    place = f", in {first.place}" if first.place and len({beat.place for beat in stuck.behind}) == 1 else ""
+    where = f", in {first.location}" if first.location and len({beat.location for beat in stuck.behind}) == 1 else ""
     who = f"{ranks_text(beat.rank for beat in stuck.behind)} ({_hosts(stuck.behind)})"
     steps = sorted({beat.step for beat in stuck.others})
     if stuck.why == "silent":
         others = f"alive at step {first.step}"
     elif stuck.why == "elsewhere":
-        others = f"waiting at step {first.step} in another place"
+        others = f"waiting at step {first.step} at another line of code"
     elif steps == [first.step]:
         others = f"further: {', '.join(sorted({beat.phase for beat in stuck.others}))}"
     else:
-        others = f"at step {rank_ranges(steps)}" + (", waiting" if all(beat.place for beat in stuck.others) else "")
+        others = f"at step {rank_ranges(steps)}" + (", waiting" if all(beat.location for beat in stuck.others) else "")
     before = "" if running else "when the run ended, "
-    stands = f"{before}{who}: at step {first.step} in {first.phase}{since}{place}"
+    stands = f"{before}{who}: at step {first.step} in {first.phase}{since}{where}"
     return f"{stands}; {counted(len(stuck.others), 'other')}: {others}"
 
 
@@ -136,7 +136,7 @@ def _rank(beat: Beat, now: float) -> dict[str, Any]:
         "phase": beat.phase,
         "step": beat.step,
         "turn": beat.turn,
-        "place": beat.place or None,
+        "location": beat.location or None,
         "age_s": max(0.0, now - beat.time),
     }
 

@@ -26,8 +26,10 @@ def find_run(name: str, session: Session, *, or_sweep: bool = False) -> Path:
 
     `or_sweep`: or what the members of a sweep share, which a scheduler has as one job.
     """
-    places = list(dict.fromkeys((session.cwd / name, session.cwd / "runs" / name)))  # an absolute path is one place
-    for path in places:
+    candidates = list(
+        dict.fromkeys((session.cwd / name, session.cwd / "runs" / name))
+    )  # an absolute path is one of them
+    for path in candidates:
         try:
             if is_run(path):
                 next(path.iterdir())
@@ -55,7 +57,7 @@ def find_run(name: str, session: Session, *, or_sweep: bool = False) -> Path:
     raise ConfigError(
         f"there is no run {name!r}",
         where="RUN",
-        why="; ".join(_why_no_run(path) for path in places),
+        why="; ".join(_why_no_run(path) for path in candidates),
         fix=f"did you mean {near!r}?" if near else "`fairlead runs DIR` lists the runs of a folder",
     )
 
@@ -65,9 +67,9 @@ def _why_no_run(path: Path) -> str:
 
 
 def _owner(path: Path) -> str:
-    for place in (path, *path.parents):
+    for folder in (path, *path.parents):
         try:
-            return place.owner()
+            return folder.owner()
         except (OSError, KeyError):  # its folder may not be read either; or a user without a name
             continue
     return "another user"
@@ -123,7 +125,7 @@ def ago(seconds: float | None) -> str:
 def shown_state(run: RunState, job: str | None, status: JobStatus | None) -> tuple[str, str]:
     """The state of a run and why, by its directory and by what its scheduler says of its job.
 
-    `queued` is one whose job waits to start, or to start again, and `starting` one whose job runs and has yet to begin
+    `queued` is one whose job waits to start, or restart, and `starting` one whose job runs and has yet to begin
     the run: imports take a while. Else it is the last start's state.
     """
     if run.state == "running" and run.reason == "starting":

@@ -32,7 +32,7 @@ class Rated:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the writer said of it: step, epoch, metrics, ..."""
+        """The writer's metadata: step, epoch, metrics, ..."""
         raise NotImplementedError
 
     @property
@@ -52,7 +52,7 @@ C = TypeVar("C", bound=Rated)
 
 @dataclass(frozen=True)
 class Checkpoint(Rated):
-    """A published checkpoint directory; its manifest is read when it is first asked for.
+    """A published checkpoint directory; its manifest is read on first use.
 
     Attributes:
         path: The directory.
@@ -84,7 +84,7 @@ class Checkpoint(Rated):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the writer said of it: step, epoch, metrics, ..."""
+        """The writer's metadata: step, epoch, metrics, ..."""
         return self.manifest.metadata
 
     @property
@@ -148,7 +148,7 @@ def newest_complete(
     Args:
         root: The `checkpoints` directory.
         deep: Also compare the files' checksums, not only their sizes.
-        check: Says what is wrong with a checkpoint, in place of `verify`.
+        check: Says what is wrong with a checkpoint, instead of `verify`.
 
     Example:
         >>> for damage in newest_complete(Path("runs/gpt/checkpoints")).skipped:

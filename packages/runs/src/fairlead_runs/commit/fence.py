@@ -1,8 +1,8 @@
 """The fence around a run: a start that was replaced while it was frozen changes nothing any more.
 
-A lock that is only taken keeps nobody out: its owner may be suspended, or cut off with its node, for so long that
-another start takes the run over, and then go on. So the owner looks at the lock immediately before each change; and as
-it may be frozen between that look and the change, too, no change of the checkpoints can come later than a takeover:
+Taking a lock is not enough: its owner may be suspended, or cut off with its node, for so long that another start takes
+the run over, and then continue. So the owner looks at the lock immediately before each change; and as it may be frozen
+between that look and the change, too, no change of the checkpoints can come later than a takeover:
 
 - each is one rename, of a stage or temporary file, or into a folder of trash. The next owner takes all of these away
   before it looks at what is there (`discard_incomplete`), so that a rename which comes too late finds nothing;
@@ -95,7 +95,7 @@ class LockOwner:
             higher attempt of the same job proves the lower one dead.
         since: When the lock was taken, UTC, ISO 8601.
         nonce: Random; tells two owners apart whatever else they share.
-        pid_start: The process's start in clock ticks since boot (a pid alone is used again), or None.
+        pid_start: The process's start in clock ticks since boot (a pid alone is reused), or None.
         boot: The kernel's boot id and pid namespace: only inside both does a pid mean something.
         cancel: The command line that ends the job, or None.
         start: The number of its start of the run, which rises with each owner; 0: not begun yet.

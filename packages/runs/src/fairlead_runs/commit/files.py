@@ -144,7 +144,7 @@ def atomic_write(
     syscalls: Syscalls | None = None,
     fence: Fence | None = None,
 ) -> FileHash:
-    """Replaces a single file as a whole: whoever reads it, and whenever the power fails, it is old or new.
+    """Replaces a single file atomically: readers, and a power failure at any time, find the old or the new one.
 
     Returns its checksum. Where the disk refuses, it raises `error`, and the old file is untouched; so it is where the
     `fence` says that another start owns the run.

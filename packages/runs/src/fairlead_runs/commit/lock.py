@@ -2,7 +2,7 @@
 
 The lock is a file made with `link(2)`, which NFS too does for one contender only.  Its holder touches it every few
 seconds; whoever finds it stale takes it over.  A takeover must not remove the *new* lock of a faster contender, so it
-happens under a guard, itself such a lock: the lock is looked at again, and moved away only if it is still the stale
+happens under a guard, itself such a lock: the lock is reread, and moved away only if it is still the stale
 one.  After that everyone is back at `link`.  What keeps out an owner that wakes after that is the `Fence`.
 """
 
@@ -55,7 +55,7 @@ class LockState:
 
 
 def read_lock(path: Path, *, stale_after_s: float = 120.0) -> LockState | None:
-    """Who holds the lock `path`, None when nobody does; writes nothing, so ages are by this host's clock."""
+    """Who holds the lock `path`, None: it is free; writes nothing, so ages are by this host's clock."""
     return _look(path, LockOwner.here(), stale_after_s, time.time)
 
 
@@ -273,7 +273,7 @@ class Lock:
             where=str(self.path),
             why=str(state),
             fix=f"{fix}, or use --resume never for a sibling directory; if it was killed on another host, "
-            f"--wait takes its place once it was silent for {self._stale_after_s:.0f} s",
+            f"--wait takes over once it was silent for {self._stale_after_s:.0f} s",
         )
 
 

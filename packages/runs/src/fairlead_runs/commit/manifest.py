@@ -151,7 +151,7 @@ def file_problem(path: Path, expected: FileHash, *, deep: bool, syscalls: Syscal
 
 
 def wrong_checksum(expected: FileHash) -> str:
-    """What is said of a file whose checksum is not this one."""
+    """The problem of a file whose checksum is not this one."""
     return f"its {expected.algorithm} checksum is wrong: the content has changed"
 
 

@@ -52,7 +52,7 @@ class RemoteCheckpoint(Rated):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the writer said of it: step, epoch, metrics, ...; nothing when the manifest is damaged."""
+        """The writer's metadata: step, epoch, metrics, ...; empty when the manifest is damaged."""
         return self.manifest.metadata if self.manifest is not None else {}
 
     @property
@@ -72,18 +72,18 @@ class RemoteCheckpoint(Rated):
 
     def damages(self) -> list[Damage]:
         """What the listing shows to be wrong."""
-        place = Path(self.name)
+        path = Path(self.name)
         if self.manifest is None:
-            return [Damage(place, MANIFEST, self.problem or "it cannot be read")]
+            return [Damage(path, MANIFEST, self.problem or "it cannot be read")]
         found = []
         for name, expected in self.manifest.files.items():
             there = self.entries.get(name)
             if not is_inside(name):
-                found.append(Damage(place, name, "its name leads out of the checkpoint"))
+                found.append(Damage(path, name, "its name leads out of the checkpoint"))
             elif there is None:
-                found.append(Damage(place, name, "missing"))
+                found.append(Damage(path, name, "missing"))
             elif there.size != expected.size:
-                found.append(Damage(place, name, f"{there.size} bytes, should be {expected.size}"))
+                found.append(Damage(path, name, f"{there.size} bytes, should be {expected.size}"))
         return found
 
     def same_as(self, manifest: Manifest) -> bool:
@@ -94,12 +94,12 @@ class RemoteCheckpoint(Rated):
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """What is at the place of a run.
+    """What is below the URL of a run.
 
     Attributes:
         checkpoints: Those that have a manifest, by step.
         unfinished: Names of those that have none: they are being uploaded, or a killed start has left them.
-        others: The first part of all other names: `latest`, `job.yaml`; at another place those of runs.
+        others: The first part of all other names: `latest`, `job.yaml`; below another URL those of runs.
     """
 
     checkpoints: list[RemoteCheckpoint]
@@ -108,7 +108,7 @@ class RemoteRun:
 
 
 def list_run(store: Store) -> RemoteRun:
-    """All that is at the place of a run, with one look at the store and one at each manifest."""
+    """All that is below the URL of a run, with one look at the store and one at each manifest."""
     entries = store.list()
     groups = _grouped(entries)
     unfinished = [name for name, inside in groups.items() if MANIFEST not in inside]
@@ -184,7 +184,7 @@ def retain(
 def discard_incomplete(store: Store, *, before_each: Callable[[], None] = lambda: None) -> list[str]:
     """Deletes objects below a checkpoint's name without a manifest, left by killed uploads and deletions; their names.
 
-    Only the one process that writes to this place may call it, and not during an upload of its own; `before_each` as in
+    Only the one process that writes to this URL may call it, and not during an upload of its own; `before_each` as in
     `retain`.
     """
     left = [name for name, entries in _grouped(store.list()).items() if MANIFEST not in entries]
@@ -248,14 +248,14 @@ def upload(
 ) -> RemoteCheckpoint:
     """Copies a published checkpoint; when this returns, the copy is complete, and `latest` names it.
 
-    What an earlier attempt has uploaded, right by the store's own checksum, is not uploaded again. A checkpoint that is
+    What an earlier attempt has uploaded, right by the store's own checksum, is not re-uploaded. A checkpoint that is
     there already stays; another one of that name is never overwritten: this one then becomes `step-00000200.2`. Each
     object is compared by the store's checksum (MD5, or S3's of the parts); where that cannot be compared, as with
     encryption by KMS, it is read back.
 
     Args:
         path: The checkpoint's directory.
-        store: The run's place.
+        store: The run's store.
         threads: Files uploaded at a time.
         before_commit: Called before the manifest is written; raises to leave it out.
 
@@ -285,8 +285,8 @@ def upload(
         raise _not_as_sent(join(store.url, name, MANIFEST))
     store.write(LATEST, f"{name}\n".encode())
     entries = {file: Entry(f"{name}/{file}", expected.size) for file, expected in manifest.files.items()}
-    place = Checkpoint.at(Path(name))
-    return RemoteCheckpoint(join(store.url, name), place.step, place.version, manifest, None, entries)
+    named = Checkpoint.at(Path(name))
+    return RemoteCheckpoint(join(store.url, name), named.step, named.version, manifest, None, entries)
 
 
 def _send_files(path: Path, store: Store, checkpoint: str, files: Mapping[str, FileHash], threads: int) -> None:
@@ -331,7 +331,7 @@ def _send_files(path: Path, store: Store, checkpoint: str, files: Mapping[str, F
 
 
 def _read_once(file: Path, expected: FileHash, part: int) -> tuple[FileHash, tuple[str, str]]:
-    """A file's checksum, and what a store would call it: its MD5, as a whole or of its parts."""
+    """A file's checksum, and what a store would call it: its MD5, of all or of its parts."""
     size = os.stat(file).st_size
     part = max(part, -(-size // _PARTS))
     ours, of_all, parts = new_hasher(expected.algorithm), hashlib.md5(usedforsecurity=False), []
@@ -371,7 +371,7 @@ _TOKEN = "download"
 
 
 class DamagedCopyError(CheckpointError):
-    """A checkpoint on a store is not what its manifest says; nothing of it was kept."""
+    """A checkpoint on a store is not what its manifest says; nothing of it remains here."""
 
 
 def download(store: Store, checkpoint: RemoteCheckpoint, root: Path, *, threads: int = 8) -> Checkpoint:
@@ -428,15 +428,15 @@ def fetch(url: str, root: Path, *, store: Store | None = None) -> Checkpoint:
         ConfigError: This is not the URL of a checkpoint.
         CheckpointError: There is none, or it is damaged.
     """
-    place, name = split_checkpoint_url(url)
-    store = store if store is not None and store.url == place else Store.open(place)
+    run_url, name = split_checkpoint_url(url)
+    store = store if store is not None and store.url == run_url else Store.open(run_url)
     return download(store, checkpoint_at(store, name), root)
 
 
 def _fetch_files(
     store: Store, checkpoint: str, staged: Path, files: Mapping[str, FileHash], threads: int
 ) -> list[Damage]:
-    """What is wrong with a file also when it is fetched again: a connection may end too early without an error."""
+    """What is wrong with a file after a second fetch: a connection may end too early without an error."""
 
     def is_wrong(name: str) -> bool:
         return hash_file(staged / name, files[name].algorithm, sync=True) != files[name]

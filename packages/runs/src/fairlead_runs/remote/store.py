@@ -1,4 +1,4 @@
-"""One place on a store: its objects by their names below a URL; what a URL may hold, and what is said of its errors."""
+"""One URL of a store: its objects by their names below it; what a URL may hold, and how its errors are reported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Entry:
 class Store:
     """The objects below a URL.
 
-    The store's own library tries a request again that is not answered, and knows where credentials and the endpoint
+    The store's own library retries a request that is not answered, and knows where credentials and the endpoint
     are. What it gives up is a `CheckpointError`.
 
     Example:
@@ -75,7 +75,7 @@ class Store:
         tries: int = 8,
         part_mib: int = 32,
     ) -> Store:
-        """Opens the place; nothing is asked of the store yet.
+        """Opens the URL; nothing is requested from the store yet.
 
         Args:
             url: `s3://bucket/prefix`; any protocol of fsspec.
@@ -111,13 +111,13 @@ class Store:
         return cls(url, filesystem, root, part_mib=part_mib)
 
     def at(self, name: str) -> Store:
-        """The place below this one."""
+        """A URL below this one."""
         child = copy.copy(self)
         child.url, child._root = join(self.url, name), f"{self._root}/{name}"
         return child
 
     def list(self) -> dict[str, Entry]:
-        """All objects below this place, by name, in order; empty where there is none."""
+        """All objects below this URL, by name, in order; empty where there is none."""
         with self._asking("list what is there"):
             self._fs.invalidate_cache()
             try:
@@ -140,7 +140,7 @@ class Store:
                 yield memoryview(data)
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces a small object as a whole: whoever reads it meanwhile gets the old one or the new one."""
+        """Replaces a small object atomically: whoever reads it meanwhile gets the old one or the new one."""
         with self._asking("write an object", name):
             if self._local:
                 self._replace(name, content)
@@ -154,8 +154,8 @@ class Store:
         """
         with self._asking("write an object", next(iter(files)) if len(files) == 1 else ""):
             if not self._local:
-                places = [self._path(name) for name in files]
-                self._fs.put([*map(str, files.values())], places, **self._together(at_a_time), **self._put_options)
+                paths = [self._path(name) for name in files]
+                self._fs.put([*map(str, files.values())], paths, **self._together(at_a_time), **self._put_options)
                 return
             for name, file in files.items():
                 with file.open("rb") as source:
@@ -164,8 +164,8 @@ class Store:
     def get(self, files: Mapping[str, Path], *, at_a_time: int = 8) -> None:
         """Downloads objects, by their names here, into files, so many at a time; their contents are not checked."""
         with self._asking("download an object", next(iter(files)) if len(files) == 1 else ""):
-            places = [self._path(name) for name in files]
-            self._fs.get(places, [*map(str, files.values())], **self._together(at_a_time))
+            paths = [self._path(name) for name in files]
+            self._fs.get(paths, [*map(str, files.values())], **self._together(at_a_time))
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects; one that is gone already is no error."""
@@ -189,7 +189,7 @@ class Store:
         return {"batch_size": count} if self._fs.async_impl else {}
 
     def _replace(self, name: str, content: Content) -> None:
-        """A store answers when an object is durable, and whole; a file has to be told."""
+        """A store answers when an object is durable, and complete; a file must be synced and renamed."""
         path = Path(self._path(name))
         ensure_dir(path.parent, Syscalls())
         replace_file(path, content)
@@ -248,12 +248,12 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 def is_url(text: object) -> TypeGuard[str]:
-    """Whether this names a place on a store and not a local path: `/data://x` is a path."""
+    """Whether this names a location on a store and not a local path: `/data://x` is a path."""
     return isinstance(text, str) and _URL.fullmatch(text) is not None
 
 
 def check_url(url: str) -> str:
-    """The URL without a slash at its end; `ConfigError`: it is none, names no place, or holds a user or a password."""
+    """The URL without a slash at its end; `ConfigError`: it is none, has no path, or holds a user or a password."""
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"{url!r} is no URL", fix="write it as s3://bucket/prefix, gs://bucket/prefix, file:///path")
@@ -265,12 +265,12 @@ def check_url(url: str) -> str:
             why="it would be written into the run directory",
             fix="leave it out; credentials come from the environment variables and files of the store's own library",
         )
-    place = rest.rstrip("/")
-    if not place.strip("/") and protocol != "memory":
-        raise ConfigError(f"{url!r} names no place", fix=f"write it as {protocol}://bucket/prefix")
-    if any(part in ("..", ".") for part in place.split("/")) or not place.isprintable():
-        raise ConfigError(f"{url!r} has a `.`, a `..` or a control character in it", fix="write the whole name")
-    return f"{protocol}://{place}"
+    path = rest.rstrip("/")
+    if not path.strip("/") and protocol != "memory":
+        raise ConfigError(f"{url!r} names no location", fix=f"write it as {protocol}://bucket/prefix")
+    if any(part in ("..", ".") for part in path.split("/")) or not path.isprintable():
+        raise ConfigError(f"{url!r} has a `.`, a `..` or a control character in it", fix="write the full name")
+    return f"{protocol}://{path}"
 
 
 def check_options(options: Mapping[str, Any], where: str = "storage_options") -> None:
@@ -289,7 +289,7 @@ def check_options(options: Mapping[str, Any], where: str = "storage_options") ->
 
 
 def join(url: str, *parts: str) -> str:
-    """A place below a URL."""
+    """A URL below a URL."""
     tail = "/".join(part.strip("/") for part in parts if part)
     return url + tail if url.endswith("://") else f"{url}/{tail}"
 
@@ -334,7 +334,7 @@ def leave_the_global_generator() -> None:
 
 
 def is_of_a_store(error: Exception) -> bool:
-    """Whether an error says something of a store, and none of ours has said it yet."""
+    """Whether an error says something of a store, and is none of ours yet."""
     return not isinstance(error, FairleadError) and (isinstance(error, OSError) or _library(error))
 
 
