@@ -21,7 +21,7 @@ _LEAVE_TIMEOUT: Final = 5.0  # seconds that ranks wait for each other at the ver
 OUTCOME: Final = "shutdown/outcome"
 """The message with how the stop ended, from the rank that had the job restarted."""
 _UNSAVED: Final = (FairleadError, OSError, RuntimeError)  # a disk, or torch's words for one or for a lost peer
-_NOT_AGAIN: Final = (ConfigError, RunLockedError)  # of the user's, or another start has replaced this one
+_FINAL_ERRORS: Final = (ConfigError, RunLockedError)  # of the user's, or another start has replaced this one
 _BUG: Final = "bug: "
 
 
