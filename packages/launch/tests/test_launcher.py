@@ -291,7 +291,7 @@ def test_the_config_has_the_documented_defaults_and_refuses_what_is_wrong() -> N
     ("words", "says"),
     [
         (("none.py",), "there is no script 'none.py'"),
-        (("--nproc", "0", "train.py"), "--nproc-per-node 0"),
+        (("--nproc", "0", "train.py"), "--nproc 0: Input should be greater than 0, or 'auto' or 'gpu'"),
         (("--nproc", "gpu", "train.py"), "there is no GPU on this machine"),
         (("--nnodes", "x", "train.py"), "--nnodes x: 'x' is neither a number of nodes nor a range such as '2:4'"),
         (("--tail", "first", "train.py"), "'first' names no ranks: write them as 0,4-7"),

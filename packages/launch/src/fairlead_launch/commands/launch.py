@@ -86,14 +86,19 @@ def _take_options_behind(arguments: argparse.Namespace) -> None:
 
 
 def config_of(arguments: argparse.Namespace) -> LaunchConfig:
-    """The config that these arguments ask for; a `ConfigError` names the wrong ones."""
+    """The config of these arguments; a `ConfigError` names the wrong ones."""
     given = {name: value for name, value in vars(arguments).items() if name in LaunchConfig.model_fields}
     try:
         return LaunchConfig.model_validate({"monitor_interval": COMMAND_INTERVAL_S, **given}, strict=False)
     except ValidationError as error:
-        wrong = {str((*one["loc"], "")[0]): one["msg"].removeprefix("Value error, ") for one in error.errors()}
+        reasons: dict[str, list[str]] = {}
+        for one in error.errors():  # one for each kind of value that an option may have
+            reason = one["msg"].removeprefix("Value error, ")
+            found = reasons.setdefault(str((*one["loc"], "")[0]), [])
+            found.append(reason.removeprefix("Input should be ") if found else reason)
+        wrong = {name: ", or ".join(found) for name, found in reasons.items()}
         raise ConfigError(
-            "; ".join(f"--{n.replace('_', '-')} {given[n]}: {why}" if n else why for n, why in wrong.items()),
+            "; ".join(f"{OPTIONS[name][1]} {given[name]}: {why}" if name else why for name, why in wrong.items()),
             where="fairlead launch",
             fix="see fairlead launch --help",
         ) from error
