@@ -36,8 +36,6 @@ class MetricsFile:
         self, run_dir: Path, through: int | None, position: Mapping[str, Any] | None = None, fence: Fence | None = None
     ) -> None:
         self.path = run_dir / METRICS_FILE
-        self.newest: dict[str, str] = {}
-        """The last value of each metric that this start has logged, as in the file."""
         self._fence = fence
         self._keep = (_table_position(position) or through) if through is not None else None
         self._table: StepTable | None = None
@@ -51,7 +49,6 @@ class MetricsFile:
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes the values of a step: numbers, or tensors with one element."""
         cells = {name: _cell(name, value) for name, value in metrics.items() if name != "step"}
-        self.newest.update(cells)
         with self._warning():
             self._waiting.append((step, cells))
             self._open()

@@ -34,7 +34,7 @@ class RankProof:
         self._kills: bool = found["kill"]
         self._plan = Plan(**found["plan"])
         self._runs: str = found["runs"]
-        self._again: bool = found["resume"]
+        self._resumes: bool = found["resumes"]
         self._to_save = {self._plan.checkpoint, self._plan.steps}
         self._resumed_at: int | None = None
         self._owners: Callable[[], Sequence[Owner]] = list
@@ -48,7 +48,7 @@ class RankProof:
 
     def redirected(self, run: RunConfig) -> RunConfig:
         """The run in the folder of the proof; its own directory is left alone."""
-        resume = {"resume": "auto"} if self._again else {}
+        resume = {"resume": "auto"} if self._resumes else {}
         return run.model_copy(update={"dir": self._runs, "wait": False, **resume})
 
     def without_requeue(self, config: TrainerConfig, plugins: PluginManager) -> TrainerConfig:
@@ -80,7 +80,7 @@ class RankProof:
         newest = newest_complete(run / "checkpoints").checkpoint
         saved = newest.step if newest is not None else 0
         # At each heartbeat of the step: what belongs to it, or a script restores, may come late.
-        if self._again:
+        if self._resumes:
             if self._resumed_at is None:
                 self._resumed_at = step
                 self.saves(step)  # it has its checkpoint

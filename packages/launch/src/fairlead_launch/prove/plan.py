@@ -39,7 +39,7 @@ class Plan:
             runs: The folder of the run.
             resumes: Whether the run is resumed.
         """
-        return json.dumps({"notes": str(notes), "kill": kill, "plan": asdict(self), "runs": runs, "again": resumes})
+        return json.dumps({"notes": str(notes), "kill": kill, "plan": asdict(self), "runs": runs, "resumes": resumes})
 
 
 def at_step(step: int) -> str:
