@@ -44,7 +44,7 @@ def test_a_record_of_two_workers_and_an_efficiency_that_is_required(
     with pytest.raises(RunFailedError) as raised:
         validate_scaling(file, workers=(1, 2), at_least=9.0, rounds=1, steps=4, cwd=tmp_path)
     assert "2 workers reach" in raised.value.what
-    assert "efficiency, and 900% is asked for" in raised.value.what
+    assert "efficiency, and 900% is required" in raised.value.what
     shown = capsys.readouterr().out
     for words in ("Model: Model (20 parameters)", "Batch Size: 8 (total across all workers)", "s/epoch", "efficiency"):
         assert words in shown, shown
@@ -68,7 +68,7 @@ def test_the_command_writes_the_record(tmp_path: Path) -> None:
     assert 0 <= two["communication"] < 1
     assert min(one["epoch_s"], two["epoch_s"], one["memory_bytes"], two["memory_bytes"]) > 0
     assert record["model"] == {"class": "Model", "parameters": 20}
-    assert record["batch"] == {"kept": "global", "samples": 8}
+    assert record["batch"] == {"constant": "global", "samples": 8}
     curves = record["loss"]["curves"]
     assert min(len(curves["1"]), len(curves["2"])) > 4
     assert curves["1"][0] > 2 * curves["1"][-1], "it learns"

@@ -140,12 +140,12 @@ def test_replicas_that_read_the_same_are_red(found: Judge) -> None:
 @pytest.mark.parametrize(
     ("name", "rates", "proof"),
     [
-        ("rate by ranks", "are 0.01 on 2 ranks and 0.005 in one process", "one process that is told of 2 ranks has"),
+        ("rate by ranks", "are 0.01 on 2 ranks and 0.005 in one process", "one process that sees 2 ranks has"),
         ("rate by their root", "are 0.01 on 2 ranks and 0.01 in one process", "one factor in all steps"),
         (
             "gradual warm-up",
             "are 0.005, 0.00625, 0.0075 on 2 ranks and 0.005 in one process",
-            "one process that is told of 2 ranks has them, too",
+            "one process that sees 2 ranks has them, too",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_ranks_that_each_shuffle_leave_out_samples(found: Judge, name: str) -> N
 def test_what_was_not_compared_is_said(found: Judge) -> None:
     """A warm-up that moves weights by less than float32 tells; a loss of whole batches; gradients that are zero."""
     assert "weights, which hardly moved" in found("warming up")["not_compared"]
-    assert any("looks at the whole batch of a replica" in one for one in found("whole batch")["remarks"])
+    assert any("depends on the full batch of a replica" in one for one in found("whole batch")["remarks"])
     assert any("zero by construction" in one and "convolution.0.bias" in one for one in found("normalized")["remarks"])
     assert "statistics of local batch norms" in found("counting")["not_compared"]
     assert not any("which samples" in one for one in found("shuffled")["not_compared"])

@@ -150,7 +150,7 @@ def test_context_parallelism_that_was_never_switched_on_is_red(found: Judge) -> 
     assert not said["ok"]
     assert said["first"] is None
     assert said["wrong"] == [
-        "context 2: no attention was computed over the ranks, each had whole sequences; "
+        "context 2: no attention was computed over the ranks, each had full sequences; "
         "context parallelism was never switched on"
     ]
 
