@@ -53,7 +53,7 @@ def _from_repository(extra: str, origin: dict[str, Any]) -> str:
 
 
 def _from_clone(extra: str, root: Path, *, editable: bool) -> list[str]:
-    """In source again where all packages are; a clone that has been moved is to be found by the user."""
+    """Editable again where all packages are; a clone that has been moved is to be found by the user."""
     if not (root / "packages" / "core").is_dir():
         return [f"'PATH-OF-A-CLONE[{extra}]'"]
     packages = {file.parent.name for file in root.glob("packages/*/pyproject.toml")}

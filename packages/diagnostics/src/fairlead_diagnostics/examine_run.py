@@ -151,7 +151,7 @@ def _diagnoses(
             "failed" if run.state == "failed" else "not-running",
             f"the run is not running: {run.state}" + (f", {run.reason}" if run.reason else ""),
             f"its last sign of life was {ago(run.heartbeat_age_s)}",
-            f"fairlead logs {run.path}; started resumes, it {resumes}",
+            f"fairlead logs {run.path}; started again, it {resumes}",
             serious=True,
         )
     stuck = find_stuck(run, now)

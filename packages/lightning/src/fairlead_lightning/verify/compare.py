@@ -290,7 +290,7 @@ def _norms(notes: Notes, references: References) -> Iterator[Difference]:
     noise = max(abs(one.norm - true) for one in references.repeats)
     for rank, notes_of_rank in enumerate(notes.ranks):
         if "clipped_by" in notes_of_rank:
-            # Found by a division: a few units of float32 more.
+            # Found by a division: a few units in the last digit of float32 more.
             noise = max(noise, 4 * EPSILON * true)
             yield Difference(
                 "clipping norm", f"rank {rank}", abs(notes_of_rank["clipped_by"] - true), true, noise, rank

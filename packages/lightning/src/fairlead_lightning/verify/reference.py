@@ -512,7 +512,7 @@ def _unlike(one: float, other: float) -> bool:
 
 
 def _rounded_otherwise(start: Tensors, seed: int) -> Tensors:
-    """Weights that differ by half a unit of float32, up or down."""
+    """Weights that differ by half a unit in the last digit, up or down."""
     generator = torch.Generator().manual_seed(seed)
 
     def other(tensor: Tensor) -> Tensor:
