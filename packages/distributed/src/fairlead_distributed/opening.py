@@ -215,7 +215,7 @@ def _refuse_twin(identity: str, taken: Iterable[int]) -> None:
                 f"another rank 0 of {identity} waits for its ranks on this machine",
                 where=f"port {port} of {socket.gethostname()}",
                 why="two launches have the same job, step and restart count, or two processes say that they are rank 0",
-                fix="give each launch another port: export MASTER_PORT for all its ranks",
+                fix="give each launch its own port: export MASTER_PORT for all its ranks",
             )
 
 

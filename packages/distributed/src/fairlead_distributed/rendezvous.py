@@ -210,7 +210,7 @@ class _Meeting:
 
     def protest(self, generation: str, why: str) -> None:
         fix = (
-            "give each process another RANK from 0 to WORLD_SIZE - 1 and the same WORLD_SIZE to all; a template "
+            "give each process its own RANK from 0 to WORLD_SIZE - 1 and the same WORLD_SIZE to all; a template "
             "that sets RANK must be evaluated inside each task"
         )
         what = f"the ranks do not fit together: {why}"

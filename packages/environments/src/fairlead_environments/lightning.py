@@ -71,7 +71,7 @@ class Lightning(ResolvedRanks):
             raise ConfigError(
                 f"LOCAL_RANK is {local_rank.value}, but MASTER_PORT is not set",
                 where="environment variable MASTER_PORT",
-                why="each rank would choose another port, and they would wait for each other",
+                why="each rank would choose its own port, and they would wait for each other",
                 fix="export the same free MASTER_PORT for all ranks; or unset LOCAL_RANK, and Fairlead starts them",
             )
         return check_ranks(

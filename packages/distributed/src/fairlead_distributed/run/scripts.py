@@ -93,5 +93,5 @@ def _alone(resolution: Resolution, by: str, connect: str) -> Iterator[Finding]:
         f"{connect.format(devices=devices, nodes=nodes)}",
         where=by,
         why=f"{started.value} comes from {started.reason}",
-        fix="if each is to train alone, give each another run, and export FAIRLEAD_ENVIRONMENT=lightning",
+        fix="if each is to train alone, give each its own run, and export FAIRLEAD_ENVIRONMENT=lightning",
     )

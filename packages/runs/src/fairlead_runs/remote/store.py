@@ -289,7 +289,7 @@ def check_options(options: Mapping[str, Any], where: str = "storage_options") ->
 
 
 def join(url: str, *parts: str) -> str:
-    """A URL below a URL."""
+    """The URL of a name below a URL."""
     tail = "/".join(part.strip("/") for part in parts if part)
     return url + tail if url.endswith("://") else f"{url}/{tail}"
 
