@@ -3,7 +3,7 @@
 A thread of each rank waits for its signals and asks all ranks. The thread of its control plane then freezes the rank's
 counter and answers with the lowest boundary at which the rank can still do it; the highest of these is where all do.
 The main thread waits at a boundary only between the freeze and that decision, for which no other main thread is needed:
-a rank that sits in a collective holds nobody up, and the ranks that it waits for continue until that step.
+a rank that sits in a collective does not hold up the others, and the ranks that it waits for continue until that step.
 
 Each such round is of all wishes that the ranks have by then. One with a stop is the last; after a save comes the next.
 """

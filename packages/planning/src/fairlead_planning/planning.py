@@ -411,8 +411,8 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
     if layout.cast:
         strategy["mixed_precision"] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
         precision = "32-true"
-    one_unit = mesh.pipeline > 1
-    batch = layout.micro_batch * (layout.accumulation if one_unit else 1)
+    pipelined = mesh.pipeline > 1
+    batch = layout.micro_batch * (layout.accumulation if pipelined else 1)
     config = made.job.settings.trainer if made.job.settings is not None else None
     path = config.batch_size_from if config is not None else "data.args.batch_size"
     if config is not None and config.batch_size == "global":
@@ -424,7 +424,7 @@ def settings_of(layout: Layout, made: Plan) -> dict[str, Any]:
         "trainer.num_nodes": made.machines.nodes,
         "trainer.strategy": layout.strategy if len(strategy) == 1 else strategy,
         "trainer.precision": precision,
-        "trainer.accumulate_grad_batches": 1 if one_unit else layout.accumulation,
+        "trainer.accumulate_grad_batches": 1 if pipelined else layout.accumulation,
     }
     if made.job.products is not None:
         del found["trainer.precision"]  # the job's own, with its settings

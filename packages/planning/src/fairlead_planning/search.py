@@ -285,8 +285,8 @@ def _meshes(
                         yield "hybrid", mesh, sharding, False
                         # A pipeline's first stage has no end of the sequence's split, its last no beginning: `auto`
                         # refuses that.
-                        one_unit = pipeline == 1 and expert == 1 and not parts.experts
-                        if tensor > 1 and one_unit and parts.length % tensor == 0:
+                        unsplit = pipeline == 1 and expert == 1 and not parts.experts
+                        if tensor > 1 and unsplit and parts.length % tensor == 0:
                             yield "hybrid", mesh, sharding, True
 
 

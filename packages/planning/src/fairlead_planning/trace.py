@@ -103,7 +103,7 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
             low = _low(work.precision)
             if low is not None and work.precision.endswith("-true"):
                 _cast(model, low)
-            saved = [p.untyped_storage().nbytes() for p in model.parameters()]  # by the run, if the step casts them
+            sizes = [p.untyped_storage().nbytes() for p in model.parameters()]  # by the run, if the step casts them
             if low is not None and work.precision.endswith("-cast"):
                 _cast(model, low)
             model.train()
@@ -115,7 +115,7 @@ def _trace(work: Work, rows: int | None) -> tuple[Profile, Profile | None]:
         if prime:
             batch = with_samples(batch, rows or 1, prime)
         batch = tree_map(lambda one: _entered(one, fake, values, low, work.precision), batch)
-        with _Step(model, values, saved, work.plan(model), prime) as step:
+        with _Step(model, values, sizes, work.plan(model), prime) as step:
             with ExitStack() as stack:
                 stack.enter_context(Finite())
                 if work.device == "cuda":
@@ -243,7 +243,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators of a step, and the storages that they make."""
 
     def __init__(
-        self, model: nn.Module, values: KnownValues, saved: list[int], plan: Mapping[str, str], prime: int
+        self, model: nn.Module, values: KnownValues, sizes: list[int], plan: Mapping[str, str], prime: int
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.values, self._prime = model, values, prime
@@ -260,7 +260,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._here = (0, False)
         self._lives: dict[int, _Life] = {}
         self._all: list[_Life] = []
-        self._saved = dict(zip(map(id, model.parameters()), saved, strict=True))
+        self._sizes = dict(zip(map(id, model.parameters()), sizes, strict=True))
         self._plan = plan
         self._width = 0
         self._parameters = self._note_parameters()
@@ -534,7 +534,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameters=sum(p.numel() for p in own) - sum(p.numel() for p in experts),
             expert_parameters=sum(p.numel() for p in experts),
             trainable=sum(p.numel() for p in own if p.requires_grad),
-            parameter_bytes=sum(self._saved[id(p)] for p in own),
+            parameter_bytes=sum(self._sizes[id(p)] for p in own),
             split_parameters=sum(
                 p.numel() for p in own if self._parameters[id(p)][1] and not self._parameters[id(p)][2]
             ),

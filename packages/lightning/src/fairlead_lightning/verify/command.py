@@ -152,9 +152,9 @@ class _Trial:
             )
             raise _FailedError(1)
         if code:
-            header = log.read_text(errors="replace").strip()
+            output = log.read_text(errors="replace").strip()
             # What comes before it is of `fit`, and about resuming.
-            self._session.warn(header[max(header.find("\nerror: ") + 1, 0) :])
+            self._session.warn(output[max(output.find("\nerror: ") + 1, 0) :])
             raise _FailedError(code)
         which = f"{self._ranks} ranks" if role == "layout" else "one process"
         if not self._arguments.json:

@@ -120,7 +120,7 @@ def _full(value: Any, stage: dist.ProcessGroup | None) -> Any:
 
 
 def local_state(full: Mapping[str, Any], own: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """What this rank loads of a whole `state_dict`: entries of other stages are left out, unknown ones stay."""
+    """What this rank loads of a full `state_dict`: entries of other stages are left out, unknown ones stay."""
     known = set(names.state)
     return {name: like(value, own.get(name)) for name, value in full.items() if name in own or name not in known}
 
