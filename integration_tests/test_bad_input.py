@@ -162,7 +162,7 @@ def test_nothing_says_what_to_train_or_test_on(tmp_path: Path) -> None:
     """The sources say whether a model has loaders of its own; no frames of Lightning's are shown."""
     job = {name: section for name, section in JOB.items() if name != "data"}
     file = str(repository(tmp_path / "repo", job=job))
-    says = ["the job names no data", "Model has no train_dataloader()", "data: {class: my_module:MyData}"]
+    says = ["the job names no data", "Model does not define train_dataloader()", "data: {class: my_module:MyData}"]
     refused(tmp_path, file, *ALONE, says=says)
     file = str(repository(tmp_path / "whole"))
     model = tmp_path / "whole" / "mine" / "model.py"
@@ -173,7 +173,7 @@ def test_nothing_says_what_to_train_or_test_on(tmp_path: Path) -> None:
         *ALONE,
         "--resume",
         "never",
-        says=["Data has no test_dataloader()", "define test_dataloader() in Data"],
+        says=["Data does not define test_dataloader()", "define test_dataloader() in Data"],
         commands=["test"],
     )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,101 +11,102 @@ import pytest
 import yaml
 
 from benchmarks.plan.predict_memory import LAYOUTS, predict
+from integration_tests.jobs import fairlead
 
 ROOT = Path(__file__).parent.parent
+EXAMPLE = str(ROOT / "examples" / "gpt" / "job.yaml")
 PAGE = ROOT / "docs" / "how-to" / "plan.md"
-FAIRLEAD = str(Path(sys.executable).with_name("fairlead"))
 
 
-def fairlead(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([FAIRLEAD, *words], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_the_page_shows_what_the_command_prints() -> None:
+def test_the_page_shows_what_the_command_prints(tmp_path: Path) -> None:
     """But for figures, which a new calibration moves."""
-    done = fairlead("plan", "examples/gpt/7b.yaml", "--top", "2")
-    assert done.returncode == 0, done.stderr
+    done = fairlead("plan", str(ROOT / "examples/gpt/7b.yaml"), "--top", "2", cwd=tmp_path)
+    assert done.code == 0, done.err
     shown = re.findall(r"```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
 
     def shape(text: str) -> set[str]:
         return {" ".join(re.findall(r"[a-z]{4,}", line)) for line in text.splitlines() if not line.startswith("not:")}
 
-    first, again = shape(shown), shape(done.stdout)
+    first, again = shape(shown), shape(done.out)
     assert len(first & again) >= 0.7 * len(first), again - first
 
 
 def test_a_written_job_is_checked_and_remembers_what_was_predicted(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    data = yaml.safe_load((ROOT / "examples/gpt/job.yaml").read_text(encoding="utf-8"))
-    data["run"]["dir"] = str(tmp_path / "runs")
+    data = yaml.safe_load(Path(EXAMPLE).read_text(encoding="utf-8"))
+    data["run"] |= {"dir": str(tmp_path / "runs"), "code": str(ROOT)}
     job.write_text(yaml.safe_dump(data), encoding="utf-8")
     target = tmp_path / "planned.yaml"
-    done = fairlead("plan", str(job), "--gpus", "16xh100", "--batch", "64", "--json", "--write", str(target))
-    assert done.returncode == 0, done.stderr
-    best = json.loads(done.stdout)["layouts"][0]
+    words = ["--batch", "64", "--json", "--write", str(target)]
+    done = fairlead("plan", str(job), "--gpus", "16xh100", *words, cwd=tmp_path)
+    assert done.code == 0, done.err
+    best = json.loads(done.out)["layouts"][0]
     written = yaml.safe_load(target.read_text(encoding="utf-8"))
     assert written["trainer"]["num_nodes"] * written["trainer"]["devices"] == 16
     assert written["data"]["args"]["batch_size"] == best["settings"]["data.args.batch_size"]
     assert written["model"]["args"]["layers"] == data["model"]["args"]["layers"]
     predicted = json.loads((tmp_path / "runs" / "gpt" / "plan.json").read_text(encoding="utf-8"))
     assert predicted["predicted"]["step_s"] == best["time"]["seconds"]
-    checked = fairlead("check", str(target))
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    again = fairlead("plan", str(job), "--gpus", "16xh100", "--write", str(target))
-    assert again.returncode == 2
-    assert "is there already" in again.stderr
+    checked = fairlead("check", str(target), cwd=tmp_path)
+    assert checked.code == 0, checked.text
+    again = fairlead("plan", str(job), "--gpus", "16xh100", "--write", str(target), cwd=tmp_path)
+    assert again.code == 2
+    assert "is there already" in again.err
 
 
-def test_a_batch_of_the_whole_step_is_taken_as_it_is() -> None:
+def test_a_batch_of_the_whole_step_is_taken_as_it_is(tmp_path: Path) -> None:
     words = ["--gpus", "8xh100", "--json", "--set", "trainer.batch_size=global", "--set", "data.args.batch_size=64"]
-    done = fairlead("plan", "examples/gpt/job.yaml", *words, "--set", "trainer.accumulate_grad_batches=2")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    done = fairlead("plan", EXAMPLE, *words, "--set", "trainer.accumulate_grad_batches=2", cwd=tmp_path)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
     assert found["global_batch"] == 64
     assert found["layouts"][0]["settings"]["data.args.batch_size"] == 64
 
 
 BROKEN: dict[str, tuple[list[str], list[str]]] = {
-    "no devices": (["examples/gpt/job.yaml"], ["the devices are not given", "--gpus 64xh100"]),
-    "no number": (["examples/gpt/job.yaml", "--gpus", "h100"], ["says no number of devices", "64xh100"]),
-    "unknown device": (["examples/gpt/job.yaml", "--gpus", "8xh900"], ["unknown device 'h900'", "known are", "a100"]),
+    "no devices": ([EXAMPLE], ["the devices are not given", "--gpus 64xh100"]),
+    "no number": ([EXAMPLE, "--gpus", "h100"], ["says no number of devices", "64xh100"]),
+    "unknown device": ([EXAMPLE, "--gpus", "8xh900"], ["unknown device 'h900'", "known are", "a100"]),
     "unknown network": (
-        ["examples/gpt/job.yaml", "--gpus", "16xh100", "--network", "pigeons"],
+        [EXAMPLE, "--gpus", "16xh100", "--network", "pigeons"],
         ["unknown network 'pigeons'", "infiniband ndr"],
     ),
     "unknown strategy": (
-        ["examples/gpt/job.yaml", "--gpus", "8xh100", "--strategy", "zero"],
+        [EXAMPLE, "--gpus", "8xh100", "--strategy", "zero"],
         ["'zero' is no strategy that can be planned", "fsdp2"],
     ),
-    "too large": (["examples/gpt/70b.yaml", "--gpus", "1xl4"], ["no layout of gpt-70b fits", "lacks", "GiB"]),
-    "no memory": (["examples/gpt/job.yaml", "--gpus", "8xh100", "--memory", "0"], ["'0' is no number above 0"]),
+    "too large": (
+        [str(ROOT / "examples/gpt/70b.yaml"), "--gpus", "1xl4"],
+        ["no layout of gpt-70b fits", "lacks", "GiB"],
+    ),
+    "no memory": ([EXAMPLE, "--gpus", "8xh100", "--memory", "0"], ["'0' is no number above 0"]),
     "fewer than no failures": (
-        ["examples/gpt/job.yaml", "--gpus", "8xh100", "--failures=-1"],
+        [EXAMPLE, "--gpus", "8xh100", "--failures=-1"],
         ["'-1' is no number from 0 on"],
     ),
     "no folder": (
-        ["examples/gpt/job.yaml", "--gpus", "8xh100", "--write", "missing/planned.yaml"],
+        [EXAMPLE, "--gpus", "8xh100", "--write", "missing/planned.yaml"],
         ["the folder of missing/planned.yaml does not exist", "mkdir -p"],
     ),
     "half a node": (
-        ["examples/gpt/job.yaml", "--gpus", "12xh100"],
+        [EXAMPLE, "--gpus", "12xh100"],
         ["do not fill nodes of 8", "--nodes 2 --gpus 6xh100"],
     ),
     "no calibration": (
-        ["examples/gpt/job.yaml", "--gpus", "8xh100", "--calibration", "nothing.json"],
+        [EXAMPLE, "--gpus", "8xh100", "--calibration", "nothing.json"],
         ["nothing.json is no calibration", "fairlead bench gemm"],
     ),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_cannot_be_planned_is_said(what: str) -> None:
+def test_what_cannot_be_planned_is_said(what: str, tmp_path: Path) -> None:
     words, expected = BROKEN[what]
-    done = fairlead("plan", *words)
-    assert done.returncode == 2, done.stdout
+    done = fairlead("plan", *words, cwd=tmp_path)
+    assert done.code == 2, done.out
     for text in expected:
-        assert text in done.stderr
-    assert "Traceback" not in done.stderr
+        assert text in done.err
+    assert "Traceback" not in done.err
 
 
 MODEL = """
@@ -149,17 +148,17 @@ def test_code_that_asks_for_numbers_is_named_by_its_line(where: str, tmp_path: P
     (tmp_path / "net.py").write_text(MODEL.replace("{build}", build).replace("{step}", step), encoding="utf-8")
     (tmp_path / "job.yaml").write_text("model: {class: 'net:Net'}\n", encoding="utf-8")
     done = fairlead("plan", "job.yaml", "--gpus", "8xh100", cwd=tmp_path)
-    assert done.returncode != 0
-    assert expected in done.stderr
-    assert "do:" in done.stderr
-    assert "defect in Fairlead" not in done.stderr
+    assert done.code != 0
+    assert expected in done.err
+    assert "do:" in done.err
+    assert "defect in Fairlead" not in done.err
 
 
 def measured(folder: Path, *words: str) -> list[dict[str, Any]]:
     """The peaks of real steps of four processes, counted by a dispatch mode."""
     script = str(ROOT / "benchmarks" / "plan" / "measure_memory.py")
     done = fairlead("launch", "--nproc", "4", script, "--json", str(folder / "peaks.json"), *words, cwd=folder)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.code == 0, done.out[-3000:] + done.err[-3000:]
     found: list[dict[str, Any]] = json.loads((folder / "peaks.json").read_text(encoding="utf-8"))
     return found
 

@@ -195,6 +195,135 @@ def test_the_best_is_kept_and_loaded_and_another_learning_rate_is_another_run(tm
     assert "Traceback" not in refused.stderr
 
 
+EPOCHS = """
+import os
+import signal
+import sys
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
+from fairlead_huggingface import Fairlead
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+        self.passes = 0
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
+
+class Signals(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == int(os.environ.get("STOP", -1)):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if state.global_step == int(os.environ.get("SAVE", -1)):
+            control.should_save = True
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "train_loss" in (logs or {}) and os.environ.get("DIE"):
+            os._exit(9)
+
+set_seed(1)
+data = [{"x": x, "labels": x.sum()[None]} for x in torch.randn(64, 8)]
+args = TrainingArguments(
+    "out", per_device_train_batch_size=8, eval_strategy="epoch", save_steps=5, metric_for_best_model="loss", seed=1,
+    use_cpu=True, report_to="none", lr_scheduler_type="constant", learning_rate=0.01, **eval(sys.argv[1]),
+)
+stopping = [EarlyStoppingCallback(2, 10.0)] if "early" in sys.argv else []
+own = [Signals(), *stopping, Fairlead("runs/line", **eval(os.environ.get("OWN", "{}")))]
+trainer = Trainer(Line(), args, train_dataset=data, eval_dataset=data[:16], callbacks=own)
+trainer.train()
+losses = [round(x["eval_loss"], 6) for x in trainer.state.log_history if "eval_loss" in x]
+print("ended", trainer.state.global_step, losses)
+print("best", trainer.state.best_global_step, trainer.state.best_model_checkpoint)
+print("weights", trainer.model.layer.weight.tolist())
+"""
+
+
+def by_epochs(folder: Path, arguments: str, *words: str, ranks: int = 1, **environ: str) -> tuple[int, str]:
+    folder.mkdir(exist_ok=True)
+    script = folder / "epochs.py"
+    script.write_text(EPOCHS)
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    by = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *by, str(script), arguments, *words]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **own, **environ}, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def result(output: str) -> list[str]:
+    """The steps, the losses of the evaluations, and the weights."""
+    return re.findall(r"^(?:ended|weights) .*", output, re.MULTILINE)
+
+
+BEST = 'dict(num_train_epochs=3, save_strategy="epoch", load_best_model_at_end=True)'
+
+
+def test_the_best_of_evaluations_by_epochs_is_the_last_and_loaded(tmp_path: Path) -> None:
+    """Each checkpoint has the evaluation of its epoch, also the last one and one of a stop."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, output = by_epochs(whole, BEST)
+    assert code == 0, output
+    assert f"best 24 {whole}/runs/line/checkpoints/step-00000024/state.ckpt" in output
+    steps = {one.step: one.metadata["metrics"] for one in list_checkpoints(whole / "runs/line/checkpoints")}
+    assert list(steps) == [8, 16, 24]
+    assert all("eval_loss" in metrics for metrics in steps.values())
+
+    code, said = by_epochs(parts, BEST, STOP="16")
+    assert code == 143, said  # no scheduler restarts it here
+    assert "stopped at step 16, on request; everything is saved" in said
+    newest = newest_complete(parts / "runs/line/checkpoints").checkpoint
+    assert newest is not None
+    assert "eval_loss" in newest.metadata["metrics"]
+    code, said = by_epochs(parts, BEST)
+    assert result(said) == result(output), said
+
+
+def test_early_stopping_by_epochs_ends_the_run(tmp_path: Path) -> None:
+    """It is decided in the evaluation behind an epoch, where no save is due: the run is finished all the same."""
+    words = ('dict(num_train_epochs=9, save_strategy="no")', "early")
+    code, output = by_epochs(tmp_path, *words)
+    assert code == 0, output
+    assert "ended 24 " in output
+    assert "is finished: step 24" in output
+    code, output = by_epochs(tmp_path, *words)
+    assert (code, "is finished: step 24" in output) == (0, True), output
+
+
+def test_a_run_that_was_saved_at_its_last_step_takes_no_other(tmp_path: Path) -> None:
+    """Killed between its last save and its end, within an epoch."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, output = by_epochs(whole, "dict(max_steps=12)")
+    assert code == 0, output
+    code, said = by_epochs(parts, "dict(max_steps=12)", DIE="1")
+    assert code == 9, said
+    code, said = by_epochs(parts, "dict(max_steps=12)")
+    assert code == 0, said
+    assert result(said) == result(output), said
+
+
+@pytest.mark.full
+def test_another_number_of_ranks_keeps_the_global_batch_or_is_refused(tmp_path: Path) -> None:
+    """From two ranks to one, which takes two batches a step then: the same samples, and nearly the same weights."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, output = by_epochs(whole, "dict(max_steps=12)", ranks=2)
+    assert code == 0, output
+    code, said = by_epochs(parts, "dict(max_steps=12)", ranks=2, STOP="5")
+    assert "everything is saved" in said, said
+    code, said = by_epochs(parts, "dict(max_steps=12)")
+    assert code != 0
+    assert "the run was trained with 2 ranks and would resume with 1" in said
+    assert "batch_policy: keep_global" in said
+    code, said = by_epochs(parts, "dict(max_steps=12)", OWN="dict(batch_policy='keep_global')")
+    assert code == 0, said
+    assert "gradient_accumulation_steps is 2 now" in said
+    [one], [other] = (re.findall(r"^weights \[\[(.*?)\]\]", text, re.MULTILINE)[:1] for text in (output, said))
+    pairs = zip(one.split(","), other.split(","), strict=True)
+    assert all(abs(float(a) - float(b)) < 1e-6 for a, b in pairs)
+
+
 LATE = """
 import torch
 from transformers import Trainer, TrainingArguments

@@ -103,7 +103,7 @@ def test_ranks_with_an_order_each_leave_out_samples(ranks: list[Readings], kind:
     (said,), why = judged(ranks, kind)
     assert not why
     assert said.startswith("samples are missing: of ")
-    assert "more than once: each rank takes its part of another order; shuffle with one seed" in said
+    assert "more than once: each rank takes its part of its own order; shuffle with one seed" in said
 
 
 @pytest.mark.parametrize("kind", SMALL)

@@ -11,10 +11,11 @@ import torch
 from benchmarks.plan.models import Llama, Mixture, token_loss
 from examples.gpt.model import GPT
 from fairlead.errors import ConfigError
+from fairlead_planning.devices import Machines
 from fairlead_planning.job import Planned, planned_work
 from fairlead_planning.layouts import Layout
 from fairlead_planning.memory import MemoryModel, in_flight
-from fairlead_planning.planning import Machines, Plan, plan, settings_of
+from fairlead_planning.planning import Plan, plan, settings_of
 from fairlead_planning.trace import Work
 from fairlead_strategies.layout import Layout as Mesh
 

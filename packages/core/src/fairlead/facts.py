@@ -45,7 +45,7 @@ class Job:
     """The job of a scheduler that this process runs in, whoever started the process inside it.
 
     Args:
-        id: Scheduler and id, `slurm:4711`; a task of an array has another id.
+        id: Scheduler and id, `slurm:4711`; each task of an array has its own.
         attempt: How often the scheduler has restarted it. A job never runs twice at a time, so a higher attempt proves
             the lower one dead.
         array_task: The index of this task in its array, as the scheduler writes it; None outside of one.

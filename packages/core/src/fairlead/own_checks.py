@@ -59,8 +59,8 @@ def check_training_data(
             return CheckResult()
         names += found
     model, data = job.model.class_.rpartition(":")[2], job.data.class_.rpartition(":")[2] if job.data else None
-    what = f"{data} has no {_LOADER}()" if data else "the job names no data"
-    why = f"training needs it, as {model} has no {_LOADER}()"
+    what = f"{data} does not define {_LOADER}()" if data else "the job names no data"
+    why = f"training needs it, as {model} does not define {_LOADER}()"
     fix = f"define {_LOADER}() in {data}" if data else "add the class of a LightningDataModule: " + _EXAMPLE
     near = did_you_mean(_LOADER, names)
     fix = f"did you mean {_LOADER} where you wrote {near}? Else {fix}" if near else fix

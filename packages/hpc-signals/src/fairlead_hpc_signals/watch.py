@@ -34,10 +34,8 @@ from fairlead_runs.mailbox import StoreMailbox
 from fairlead_runs.waiting import own_standing
 
 _LOOK_S: Final = 0.2  # how often, once a stop was requested
-_SAY_S: Final = (
-    10.0  # without progress for so long, the rank that is waited for is reported; heartbeats have its location by then
-)
-_ASK_S: Final = 2.0  # how often it is looked where the ranks stand, once one has made no progress for so long
+_SAY_S: Final = 10.0  # a rank without progress for so long is reported; heartbeats have its location by then
+_ASK_S: Final = 2.0  # how often the ranks' locations are read, once one has made no progress for so long
 _INSISTED_S: Final = 3.0  # what a second Ctrl-C gives the main thread: it raises KeyboardInterrupt there
 _APART_S: Final = 1.0  # a second SIGTERM that comes sooner belongs to the first: a launcher often sends two
 _STORE_S: Final = 3.0  # how long the store may take; the rank that hosts it may be the one that hangs

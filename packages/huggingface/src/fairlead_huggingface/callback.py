@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
@@ -36,14 +37,16 @@ from fairlead_distributed.run.session import RunSession
 from fairlead_distributed.run.step_facts import measure_steps
 from fairlead_huggingface import compat
 from fairlead_runs.checkpoint_io import CheckpointCopies
+from fairlead_runs.commit import RetentionPolicy
 from fairlead_runs.guard import StopGuard
 
 _IDENTITY: Final = (
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim"),
     *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "seed", "data_seed", "bf16", "fp16"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "per_device_train_batch_size",
 )
-"""The training arguments that identify a run: with another value of one of them it is not continued."""
+"""The training arguments that identify a run: with another value of one of them it is not continued. Of
+`gradient_accumulation_steps` and the number of ranks, `batch_policy` decides."""
 _TRAINER_STATE: Final = "trainer_state.json"
 
 
@@ -62,6 +65,8 @@ class Fairlead(TrainerCallback):
         guard: A `PreemptionGuard` that the script has made already, as before long preparations.
         copy_to: An object store to which every checkpoint is copied in the background, as `s3://bucket/runs`, or the
             settings of `checkpoint_io: remote`.
+        batch_policy: What stays the same when the run resumes with another number of ranks: the global batch
+            (`gradient_accumulation_steps` is set to what keeps it) or the batch of each device; see `TrainerConfig`.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
 
@@ -81,13 +86,15 @@ class Fairlead(TrainerCallback):
         loggers: Sequence[Any] = (),
         guard: StopGuard | None = None,
         copy_to: str | Mapping[str, Any] | None = None,
+        batch_policy: Literal["keep_global", "keep_per_device"] | None = None,
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
     ) -> None:
         self._run = run_config(run)
         self._plugins = plugins if plugins is not None else default_plugins()
         self._environ = os.environ if environ is None else environ
-        requested = {"loggers": list(loggers), **({"requeue": requeue} if requeue is not None else {})}
+        requested: dict[str, Any] = {"loggers": list(loggers), "batch_policy": batch_policy}
+        requested |= {"requeue": requeue} if requeue is not None else {}
         self._config = TrainerConfig.model_validate(requested, context={"plugins": self._plugins})
         self._guard = guard
         self._copy_to = copy_to
@@ -151,9 +158,8 @@ class Fairlead(TrainerCallback):
         self._training().part("data")
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The last state of a training is always saved."""
-        if control.should_training_stop:
-            control.should_save = True
+        """The epoch is over; what the Trainer evaluates and saves now is of all of it."""
+        self._training().epoch_over = True
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -195,9 +201,14 @@ class _TrainerRun(OpenRun):
         guard: StopGuard | None,
         copy_to: str | Mapping[str, Any] | None,
     ) -> None:
+        config = config.model_copy(update={"accumulate_grad_batches": trainer.args.gradient_accumulation_steps})
         super().__init__(run, config, environ=environ, plugins=plugins, guard=guard, copy_to=copy_to)
+        self.epoch_over = True
         self._hf = trainer
         self._saves: _TrainerCheckpoints | None = None
+        self._agreed: Literal["stop", "save"] | None = None
+        self._deferred = False
+        self._last_of_epoch = False
         self._stopping = False
         self._evaluated = 0
         self._phase = ""
@@ -213,7 +224,8 @@ class _TrainerRun(OpenRun):
             self._open({**settings, **limits}, {"model": model} if model is not None else {}, "Trainer")
             session = self._opened()
             resume = str(session.checkpoint) if session.checkpoint is not None else None
-            with compat.saves_through(self._hf, self._save):
+            self._accumulate()
+            with compat.in_a_run(self._hf, self._save, self._save_due):
                 result = train(resume, *more, **named)
             self._finish()
         except BaseException as error:
@@ -223,17 +235,33 @@ class _TrainerRun(OpenRun):
         self._close(None)
         return result
 
+    def _accumulate(self) -> None:
+        """Has the Trainer accumulate what `batch_policy` asks for."""
+        args, steps = self._hf.args, self.accumulate_grad_batches
+        if self.finished is not None or steps == args.gradient_accumulation_steps:
+            return
+        if self._hf.is_deepspeed_enabled:
+            raise ConfigError(
+                f"the global batch is kept with gradient_accumulation_steps={steps}, which DeepSpeed has to be given",
+                where="Fairlead(batch_policy=...)",
+                why="its configuration was made with the Trainer",
+                fix=f"TrainingArguments(gradient_accumulation_steps={steps}, ...)",
+            )
+        args.gradient_accumulation_steps = steps
+        self.say(f"gradient_accumulation_steps is {steps} now, which keeps the global batch with these ranks")
+
     def _prepare(self, session: RunSession, resolution: Resolution) -> None:
         args = self._hf.args
         measured = args.metric_for_best_model
         monitor = None if measured is None else measured if measured.startswith("eval_") else f"eval_{measured}"
         config = CheckpointConfig(
-            keep_last=args.save_total_limit or 1_000_000,  # the Trainer keeps all by default
+            keep_last=args.save_total_limit or 1,
             keep_best=1 if monitor is not None else 0,
             monitor=monitor,
             mode="max" if args.greater_is_better else "min",
         )
         self._saves = _TrainerCheckpoints(session, self._hf, config, self.copies)
+        self._saves.keep_all = args.save_total_limit is None
         if session.proof is not None:
             args.logging_strategy, args.logging_steps = IntervalStrategy.STEPS, 1  # to see the first step that differs
             session.proof.watch(self._owners)
@@ -297,14 +325,25 @@ class _TrainerRun(OpenRun):
         self._measured = {}
         self._phase = "train"
         self._opened().beat("train", self.steps)
-        agreed = self._boundary.agreed()
-        if agreed == "stop":
+        ends = control.should_training_stop
+        self._agreed = None if ends else self._boundary.agreed()  # a training that ends here is not stopped
+        if self._agreed == "stop":
             assert self._ending is not None
             self._ending.agreed()
-            self._stopping = True
-            control.should_save = control.should_training_stop = True
-        elif agreed == "save" or control.should_training_stop:
-            control.should_save = True
+        self.epoch_over = False
+        self._last_of_epoch = ends or control.should_epoch_stop or (state.epoch or 0.0).is_integer()
+        if self._last_of_epoch:  # a checkpoint has the epoch's evaluation, which a resume would not repeat
+            self._deferred, control.should_save = control.should_save, False
+
+    def _save_due(self) -> bool:
+        """Whether the run needs a checkpoint of this step: for a stop, a request, or as the last one."""
+        if self.finished is not None or (self._last_of_epoch and not self.epoch_over):
+            return False
+        control, agreed = self._hf.control, self._agreed
+        self._stopping = agreed == "stop" and not control.should_training_stop
+        due = self._deferred or agreed == "save" or (control.should_training_stop and self.epoch_over)
+        self._deferred, self._agreed, self._last_of_epoch = False, None, False
+        return self._stopping or (due and self._saves is not None and self._saves.saved != self.steps)
 
     def log(self, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Adds the numbers of a log to the run's metrics."""
@@ -316,6 +355,9 @@ class _TrainerRun(OpenRun):
     def _save(self, write: Callable[[], None]) -> None:
         saves, session = self._saves, self._opened()
         if saves is None or self.finished is not None:
+            return
+        if self._last_of_epoch and not self.epoch_over:  # requested by a callback behind this one
+            self._deferred = True
             return
         failure: Exception | None = None
         if saves.saved != self.steps:
@@ -363,7 +405,13 @@ class _TrainerCheckpoints(Commits):
         self, session: RunSession, trainer: Trainer, config: CheckpointConfig, copies: CheckpointCopies | None
     ) -> None:
         super().__init__(session, GroupRanks(), copies, get_rank(), config)
+        self.keep_all = False
         self._trainer = trainer
+
+    @property
+    def policy(self) -> RetentionPolicy:
+        """What is kept: without `save_total_limit` all."""
+        return replace(super().policy, last=None) if self.keep_all else super().policy
 
     def save(
         self, step: int, state: TrainerState, positions: Mapping[str, Any], metrics: Mapping[str, float], write: Any
@@ -373,7 +421,7 @@ class _TrainerCheckpoints(Commits):
             "epoch": int(state.epoch or 0),
             "world_size": get_world_size(),
             "state": "transformers.Trainer",
-            "accumulate_grad_batches": 1,
+            "accumulate_grad_batches": self._trainer.args.gradient_accumulation_steps,
         }
 
         def through_trainer(file: Path, commit: Commit) -> Problem:

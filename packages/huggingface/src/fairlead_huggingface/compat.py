@@ -1,7 +1,9 @@
 """The private parts of `transformers.Trainer` that are used, in one room; `integration_tests/huggingface` tries each.
 
 What may change without notice: `_save_checkpoint(model, trial)` writes into the folder `checkpoint-<step>` of
-`_get_output_dir(trial)`; `_tr_loss` and `_globalstep_last_logged` are the losses since the last log.
+`_get_output_dir(trial)`; `_maybe_log_save_evaluate(loss, norm, model, trial, ...)` follows `on_step_end` and
+`on_epoch_end`; `_run_epoch` trains an epoch; `_tr_loss` and `_globalstep_last_logged` are the losses since the last
+log.
 """
 
 from __future__ import annotations
@@ -32,18 +34,40 @@ def maker(args: TrainingArguments) -> Trainer:
 
 
 @contextmanager
-def saves_through(trainer: Any, save: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Inside it, each save of the Trainer is handed to `save`, as a call that writes."""
-    own = trainer._save_checkpoint
+def in_a_run(trainer: Any, save: Callable[[Callable[[], None]], None], due: Callable[[], bool]) -> Iterator[None]:
+    """Inside it, the Trainer's saves are the run's, and no step follows the last one.
 
-    def handed(*arguments: Any, **named: Any) -> None:
-        save(lambda: own(*arguments, **named))
+    Args:
+        trainer: The Trainer.
+        save: Is handed each save, as a call that writes.
+        due: Whether to save once the Trainer has logged, evaluated and saved what it wants, at the end of a step and of
+            an epoch.
+    """
+    write, evaluate, train_epoch = trainer._save_checkpoint, trainer._maybe_log_save_evaluate, trainer._run_epoch
 
-    trainer._save_checkpoint = handed
+    def _save_checkpoint(*arguments: Any, **named: Any) -> None:
+        save(lambda: write(*arguments, **named))
+
+    def _maybe_log_save_evaluate(loss: Any, norm: Any, model: Any, trial: Any, *arguments: Any, **named: Any) -> None:
+        evaluate(loss, norm, model, trial, *arguments, **named)
+        if due():
+            trainer._save_checkpoint(model, trial)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def _run_epoch(*arguments: Any, **named: Any) -> None:
+        if trainer.state.global_step < trainer.state.max_steps:
+            train_epoch(*arguments, **named)
+        else:  # resumed at its last step, within an epoch: the Trainer would take one more
+            trainer.control.should_training_stop = True
+
+    replaced = (_save_checkpoint, _maybe_log_save_evaluate, _run_epoch)
+    for method in replaced:
+        setattr(trainer, method.__name__, method)
     try:
         yield
     finally:
-        del trainer._save_checkpoint
+        for method in replaced:
+            delattr(trainer, method.__name__)
 
 
 @contextmanager

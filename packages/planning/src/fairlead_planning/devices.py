@@ -207,3 +207,50 @@ class Cluster:
     def link(self) -> Network:
         """Within a node, or a domain."""
         return network_facts(self.device.link)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How many devices of which kind.
+
+    Example:
+        >>> one = Machines.of("64xh100")
+        >>> one.count, one.cluster.device.name, one.nodes
+        (64, 'h100', 8)
+    """
+
+    count: int
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, text: str, *, nodes: int | None = None, network: str | None = None) -> Machines:
+        """From `64xh100`, or with `nodes` from `8xh100` for each node.
+
+        Raises:
+            ConfigError: It is not of that form, or a device or network is unknown.
+        """
+        found = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S.*?)\s*", text)
+        if found is None or int(found[1]) < 1:
+            raise ConfigError(
+                f"{text!r} says no number of devices", where="--gpus", fix="write it as 64xh100, or 8xa100-40gb"
+            )
+        count = int(found[1])
+        cluster = Cluster.of(found[2], network, count if nodes is not None else None)
+        if nodes is not None:
+            return cls(count * nodes, cluster)
+        if count < cluster.node or cluster.device.model == "":  # processes on the CPUs of one machine
+            cluster = Cluster.of(found[2], network, count)
+        elif count % cluster.node:
+            each = max(size for size in range(1, cluster.node) if count % size == 0)
+            raise ConfigError(
+                f"{count} devices do not fill nodes of {cluster.node}",
+                where="--gpus",
+                fix=f"--gpus {count - count % cluster.node}x{found[2]}, or fewer on each node: "
+                f"--nodes {count // each} --gpus {each}x{found[2]}",
+            )
+        return cls(count, cluster)
+
+    @property
+    def nodes(self) -> int:
+        """Of them."""
+        return -(-self.count // self.cluster.node)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from fairlead_strategies.layout import Layout as Mesh
 
+STRATEGIES: Final = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed")
+"""Those that can be planned."""
 Checkpointing = Literal["none", "selective", "full"]
 """What of a unit's activations is recomputed: nothing; all but matrix products and attention; everything."""
 Sharding = Literal["none", "optimizer", "gradients", "full"]

@@ -8,7 +8,7 @@ import gc
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fairlead import yaml
 from fairlead.cli.job import load_requested
@@ -19,12 +19,14 @@ from fairlead.findings import raise_errors
 from fairlead.jobs import LoadedJob
 from fairlead.overrides import apply_override
 from fairlead_planning.calibration import Calibration, from_file
-from fairlead_planning.job import planned_job
-from fairlead_planning.planning import Machines, Plan, plan, settings_of, title
-from fairlead_planning.search import STRATEGIES
+from fairlead_planning.devices import Machines
+from fairlead_planning.layouts import STRATEGIES
 from fairlead_runs.checkpoint_interval import measured
 from fairlead_runs.naming import run_directory
 from fairlead_runs.predicted import write_plan
+
+if TYPE_CHECKING:
+    from fairlead_planning.planning import Plan
 
 
 def run(arguments: argparse.Namespace, session: Session) -> int:
@@ -57,6 +59,10 @@ def _run(arguments: argparse.Namespace, session: Session) -> int:
     target = None if arguments.write is None else session.cwd / arguments.write
     if target is not None:
         _writable(target, arguments.write)
+    # Only now: these import torch, and what is wrong with the words is said before that.
+    from fairlead_planning.job import planned_job
+    from fairlead_planning.planning import plan
+
     directory = run_directory(job.model_dump(mode="json"), job.run, None, session.cwd)
     history = measured([directory]) if directory.is_dir() else None
     made = plan(
@@ -117,6 +123,8 @@ def _write(
     if number > len(made.found.candidates):
         count = len(made.found.candidates)
         raise ConfigError(f"there is no layout {number}", where="--choose", fix=f"one from 1 to {count}")
+    from fairlead_planning.planning import settings_of, title
+
     one = made.found.candidates[number - 1]
     data: Any = copy.deepcopy(loaded.data)
     settings = settings_of(one.layout, made)

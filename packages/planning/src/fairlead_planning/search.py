@@ -11,7 +11,7 @@ from typing import Final
 from fairlead_planning.calibration import Calibration
 from fairlead_planning.devices import Cluster
 from fairlead_planning.job import Planned
-from fairlead_planning.layouts import Checkpointing, Layout, Sharding
+from fairlead_planning.layouts import STRATEGIES, Checkpointing, Layout, Sharding
 from fairlead_planning.memory import MemoryModel, MemoryUse, fullest
 from fairlead_planning.profile import Profile
 from fairlead_planning.step_time import StepTime, StepTimer
@@ -20,8 +20,6 @@ from fairlead_runs.describe import counted
 from fairlead_strategies.layout import Layout as Mesh
 
 GIB: Final = 2.0**30
-STRATEGIES: Final = ("single_device", "ddp", "fsdp2", "hybrid", "deepspeed")
-"""Those that are tried."""
 ALIKE: Final = 0.03
 """By less than this share two predicted times count as equal: it is the median error on published runs."""
 _SIMPLE: Final = ("single", "ddp", "fsdp2", "hybrid", "deepspeed")

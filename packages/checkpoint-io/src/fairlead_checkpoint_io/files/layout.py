@@ -126,7 +126,7 @@ def _text(key: object, top: str) -> str:
 
 
 def _split(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, torch.Tensor | Leaf]]:
-    """One leaf, unless a container holds DTensors, which each rank has another part of."""
+    """One leaf, unless a container holds DTensors, of which each rank has its own part."""
     if _is_dense(value):
         yield path, value
     elif not _holds_shards(value):

@@ -40,7 +40,7 @@ _ENGINES: Final = ("lightning.fabric.wrappers", "accelerate.")
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered object; `per_rank`: each rank has another one."""
+    """One registered object; `per_rank`: each rank has its own."""
 
     name: str
     value: Any

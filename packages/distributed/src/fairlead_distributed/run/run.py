@@ -228,7 +228,7 @@ class Run(OpenRun):
         Args:
             name: How it is called in the checkpoint.
             value: Anything with `state_dict` and `load_state_dict`, or a random generator.
-            per_rank: Each rank has another one, such as a stage of a pipeline or a loader with a state.
+            per_rank: Each rank has its own, such as a stage of a pipeline or a loader with a state.
 
         Raises:
             ConfigError: It has no state, the name is taken, or the run is restored already.
@@ -774,7 +774,7 @@ _GRADIENTS: Final = Inexact(
 _CLOCK: Final = 10
 """Steps between two looks at rank 0's clock, which all ranks have to go by."""
 _REPLICAS: Final = (
-    "A buffer that differs on purpose: Run(local_buffers=[its name]). Modules of which each rank has another one:\n"
+    "A buffer that differs on purpose: Run(local_buffers=[its name]). Modules that differ by rank:\n"
     "Run(per_rank={...}). Replicas that differ on purpose: Run(on_divergence='warning')"
 )
 _SAMPLES: Final = (

@@ -157,9 +157,9 @@ def _require_loader(command: str, model: L.LightningModule, data: L.LightningDat
         return
     owner = type(data).__name__ if data is not None else None
     raise ConfigError(
-        f"{owner} has no {name}()" if owner is not None else "the job names no data",
+        f"{owner} does not define {name}()" if owner is not None else "the job names no data",
         where="data",
-        why=f"`fairlead {command}` needs it, as {type(model).__name__} has no {name}()",
+        why=f"`fairlead {command}` needs it, as {type(model).__name__} does not define {name}()",
         fix=f"define {name}() in {owner}"
         if owner is not None
         else "add the class of a LightningDataModule: `data: {class: my_module:MyData}`",

@@ -143,7 +143,7 @@ def _drawn(loader: Any, found: Reading, states: Sequence[Generators], same: bool
             return _streamed(loader, found, states)
         keys = [_keys(loader, one) for one in states]
         if any(one is None for one in keys):
-            return replace(found, why=f"the sampler of {found.name} has a position, or no end")
+            return replace(found, why=f"the sampler of {found.name} is infinite or keeps a position from one pass to the next")
         indices: Passes = [[_index(key) for key in one or ()] for one in keys]
         found = replace(found, indices=indices)
         if same:
@@ -307,7 +307,7 @@ def _sentence(name: str, total: int, missing: int, twice: int, names: list[Any],
     if missing and twice:
         return (
             f"samples are missing: of {name}, an epoch of {replicas} replicas leaves out {where} and reads {twice} "
-            "more than once: each rank takes its part of another order; shuffle with one seed on all ranks, "
+            "more than once: each rank takes its part of its own order; shuffle with one seed on all ranks, "
             "before the order is split"
         )
     if missing:
