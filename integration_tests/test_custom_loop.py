@@ -83,7 +83,7 @@ def until_step(cwd: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["python", "torchrun", *(pytest.param(name, marks=pytest.mark.full) for name in ("mpirun", "launch"))]
+    "launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.full) for name in ("python", "mpirun", "launch"))]
 )
 def test_killed_and_stopped_it_ends_with_the_same_bits(script: Path, tmp_path: Path, launcher: str) -> None:
     """SIGKILL loses the steps behind the last checkpoint, and trains them again; SIGTERM to one rank loses none."""

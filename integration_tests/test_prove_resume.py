@@ -338,7 +338,8 @@ class Several(L.LightningModule):
 '''
 
 
-@pytest.mark.parametrize("io", ["torch", pytest.param("async", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("io", ["torch", "async"])
 def test_several_steps_to_a_batch_go_past_those_of_the_plan(tmp_path: Path, io: str) -> None:
     """The last save is behind the plan's last step: it is waited for, and compared."""
     call = proved(tmp_path, model="Several", more=SEVERAL, checkpoint_io=io)

@@ -20,7 +20,7 @@ class ByEpoch(Data):
         return DataLoader(TensorDataset(*moved), BATCH, shuffle=True)
 
 
-@pytest.mark.parametrize("every", [0, 1, 2, 3])
+@pytest.mark.parametrize("every", [2, *(pytest.param(every, marks=pytest.mark.full) for every in (0, 1, 3))])
 def test_a_resume_in_any_epoch_of_a_period_is_given_the_same_loader(tmp_path: Path, every: int) -> None:
     """In its first and its last epoch, between two epochs, and in the next period."""
 
