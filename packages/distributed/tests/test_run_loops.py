@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import Run
 from fairlead.errors import ConfigError
+from fairlead_runs.commit import list_checkpoints
 
 Step = Callable[..., None]
 EVERY = {"every_n_steps": 1, "every_n_epochs": None}
@@ -53,12 +54,14 @@ def one_after_the_other(run: Run, step: Step) -> None:
             step(b)
 
 
-def trained(root: Path, loop: Callable[[Run, Step], None], kill_at: int, most: int = 13) -> list[list[float]]:
+def trained(
+    root: Path, loop: Callable[[Run, Step], None], kill_at: int, most: int = 13, checkpoint: Any = EVERY
+) -> list[list[float]]:
     """What the model has seen, in order; `kill_at` is the step in the middle of which the process would be killed."""
     torch.manual_seed(1)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Run(root, model=model, optimizer=optimizer, max_steps=most, checkpoint=EVERY) as run:
+    with Run(root, model=model, optimizer=optimizer, max_steps=most, checkpoint=checkpoint) as run:
         run.state["seen"] = []
         run.restore()
 
@@ -95,6 +98,20 @@ def test_max_steps_at_the_end_of_an_epoch_end_the_epoch_too(tmp_path: Path) -> N
     whole = trained(tmp_path / "whole", once, 0, most=12)
     trained(tmp_path / "more", once, 0, most=6)
     assert trained(tmp_path / "more", once, 0, most=12) == whole
+
+
+def named(run: Run, step: Step) -> None:
+    for (a,) in run.batches(loader(13), name="text"):
+        step(a)
+
+
+@pytest.mark.parametrize(("loop", "steps"), [(named, [8, 13]), (zipped, [12, 13])])
+def test_every_n_epochs_are_those_of_the_loop(
+    tmp_path: Path, loop: Callable[[Run, Step], None], steps: list[int]
+) -> None:
+    """Of the only loader, whatever its name; not of one that ends within the epochs of another."""
+    trained(tmp_path, loop, 0, checkpoint={"every_n_steps": None, "every_n_epochs": 2, "keep_last": 9})
+    assert [one.step for one in list_checkpoints(tmp_path / "checkpoints")] == steps
 
 
 def opened(root: Path, **more: Any) -> Iterator[Run]:
