@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fairlead import Run
 from fairlead.errors import ConfigError
 from fairlead_runs.commit import list_checkpoints
+from fairlead_runs.heartbeat import read_heartbeats
 
 Step = Callable[..., None]
 EVERY = {"every_n_steps": 1, "every_n_epochs": None}
@@ -120,6 +122,17 @@ def opened(root: Path, **more: Any) -> Iterator[Run]:
     with Run(root, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **more) as run:
         run.restore()
         yield run
+
+
+def test_an_error_that_is_caught_ends_its_phase(tmp_path: Path) -> None:
+    phases = []
+    for run in opened(tmp_path, max_steps=2):
+        for _ in run.batches(loader(8)):
+            phases += [beat.phase for beat in read_heartbeats(run.path / "heartbeats")]
+            with suppress(InterruptedHereError), run.phase("validate"):
+                raise InterruptedHereError
+            run.step()
+    assert phases == ["first-batch", "train"]
 
 
 def evaluated_by_batches(root: Path) -> None:

@@ -435,8 +435,10 @@ class Run(OpenRun):
         session = self._require_training("phase()")
         before, self._phase = self._phase, name
         session.beat(name, self.steps)
-        yield
-        self._phase = before
+        try:
+            yield
+        finally:  # the loop may catch what was raised; the heartbeat says where it was, if not
+            self._phase = before
         session.beat(before, self.steps)
         if name == "validate":
             self._just_ended.add("validation")
