@@ -330,6 +330,16 @@ def test_damage_is_said_and_nothing_is_written(fairlead: Command, plain: Path, t
     assert "out" not in left(tmp_path)
 
 
+@pytest.mark.parametrize("length", [1 << 40, (1 << 64) - 1])
+def test_a_damaged_length_of_a_safetensors_header_is_damage(fairlead: Command, tmp_path: Path, length: int) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
+    with (tmp_path / "w.safetensors").open("r+b") as file:
+        file.write(length.to_bytes(8, "little"))
+    said = fairlead("verify", "w.safetensors")
+    assert (said.code, "its header is damaged" in said.out) == (1, True), said.err
+    assert "damaged" in fairlead("convert", "w.safetensors", "out", "--to", "torch").err
+
+
 def test_metadata_that_leads_out_of_the_folder_is_refused(fairlead: Command, plain: Path, tmp_path: Path) -> None:
     fairlead("convert", plain, "sharded", "--to", "distributed")
     path = tmp_path / "sharded" / CONTENTS

@@ -307,6 +307,8 @@ def refusals(rank: int) -> dict[str, str]:
         "table": refused(short, x),
         "weights": refused(weights, x),
         "along": refused(convolved, x),
+        "by hand, by keyword": refused(Using(lambda x: torch.softmax(input=x @ x.mT, dim=-1) @ x), x),
+        "along, by keyword": refused(Using(lambda x: attend(torch.cumsum(input=x, dim=1))), x),
         "no tokens": refused(Using(attend), torch.ones(3)),
         "a part": refused(part := Using(attend), x, whole=nn.Sequential(part)),
     }
@@ -332,6 +334,8 @@ def refused() -> dict[str, str]:
         "table": ["a table of 6 rows has no positions for sequences of 8 tokens"],
         "weights": ["torch.nn.MultiheadAttention must return its attention weights", "need_weights=False"],
         "along": ["conv1d works along the sequence, and this rank has 4 tokens of it"],
+        "by hand, by keyword": ["attention is computed by hand"],
+        "along, by keyword": ["cumsum works along the sequence"],
         "a part": ["a part of the module was called, and the module itself not", "call `self(...)`"],
         "no tokens": ["called without a tensor of shape (batch, sequence, ...)"],
     }.items(),

@@ -142,6 +142,30 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages(sche
     assert [rank["1f1b/8"]["alive"] for rank in scheduled] == [[2], [1]]
 
 
+class Sixteen(nn.Module):
+    """Gives many tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x * i for i in range(16))
+
+
+class Sum(nn.Module):
+    """Takes them."""
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return torch.stack(given).sum(0)
+
+
+def many_tensors(rank: int) -> list[float]:
+    stage = PipelineStage([(Sixteen(), Sum())[rank]], "cpu")
+    out: Tensor = Pipeline([stage], loss=nn.functional.mse_loss, micro_batches=2).forward(torch.ones(4, 3))
+    return out.flatten().tolist()
+
+
+def test_a_validation_passes_on_any_number_of_tensors() -> None:
+    assert run_ranks(many_tensors, 2) == [[120.0] * 12] * 2
+
+
 def faults(rank: int) -> dict[str, float]:
     """How far gradients are off with each of the faults that others have published."""
     found = {}

@@ -493,6 +493,22 @@ def test_another_config_is_another_run(tmp_path: Path) -> None:
     assert job.seen[0] == 1
 
 
+def test_a_run_that_cannot_be_opened_leaves_signals_as_they_were(tmp_path: Path) -> None:
+    """Where the caller goes on after the error, as in a notebook."""
+
+    def noticed() -> list[Any]:
+        watches = [one for one in threading.enumerate() if one.name == "fairlead-stop-deadline"]
+        return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), *watches]
+
+    before = noticed()
+    with pytest.raises(ConfigError):
+        Job(tmp_path, config={"model": nn.Linear(1, 1)}, environ={}).train()
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(CheckpointError):
+        Job(tmp_path, environ={}).train()
+    assert noticed() == before
+
+
 def test_a_config_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a setting is a Linear, which is not plain data"):
         Job(tmp_path, config={"model": nn.Linear(1, 1)}).train()

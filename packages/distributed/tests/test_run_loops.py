@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import Run
 from fairlead.errors import ConfigError
+from fairlead_runs.commit import list_checkpoints
+from fairlead_runs.heartbeat import read_heartbeats
 
 Step = Callable[..., None]
 EVERY = {"every_n_steps": 1, "every_n_epochs": None}
@@ -53,12 +56,14 @@ def one_after_the_other(run: Run, step: Step) -> None:
             step(b)
 
 
-def trained(root: Path, loop: Callable[[Run, Step], None], kill_at: int, most: int = 13) -> list[list[float]]:
+def trained(
+    root: Path, loop: Callable[[Run, Step], None], kill_at: int, most: int = 13, checkpoint: Any = EVERY
+) -> list[list[float]]:
     """What the model has seen, in order; `kill_at` is the step in the middle of which the process would be killed."""
     torch.manual_seed(1)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Run(root, model=model, optimizer=optimizer, max_steps=most, checkpoint=EVERY) as run:
+    with Run(root, model=model, optimizer=optimizer, max_steps=most, checkpoint=checkpoint) as run:
         run.state["seen"] = []
         run.restore()
 
@@ -97,12 +102,37 @@ def test_max_steps_at_the_end_of_an_epoch_end_the_epoch_too(tmp_path: Path) -> N
     assert trained(tmp_path / "more", once, 0, most=12) == whole
 
 
+def named(run: Run, step: Step) -> None:
+    for (a,) in run.batches(loader(13), name="text"):
+        step(a)
+
+
+@pytest.mark.parametrize(("loop", "steps"), [(named, [8, 13]), (zipped, [12, 13])])
+def test_every_n_epochs_are_those_of_the_loop(
+    tmp_path: Path, loop: Callable[[Run, Step], None], steps: list[int]
+) -> None:
+    """Of the only loader, whatever its name; not of one that ends within the epochs of another."""
+    trained(tmp_path, loop, 0, checkpoint={"every_n_steps": None, "every_n_epochs": 2, "keep_last": 9})
+    assert [one.step for one in list_checkpoints(tmp_path / "checkpoints")] == steps
+
+
 def opened(root: Path, **more: Any) -> Iterator[Run]:
     torch.manual_seed(1)
     model = nn.Linear(1, 1)
     with Run(root, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **more) as run:
         run.restore()
         yield run
+
+
+def test_an_error_that_is_caught_ends_its_phase(tmp_path: Path) -> None:
+    phases = []
+    for run in opened(tmp_path, max_steps=2):
+        for _ in run.batches(loader(8)):
+            phases += [beat.phase for beat in read_heartbeats(run.path / "heartbeats")]
+            with suppress(InterruptedHereError), run.phase("validate"):
+                raise InterruptedHereError
+            run.step()
+    assert phases == ["first-batch", "train"]
 
 
 def evaluated_by_batches(root: Path) -> None:

@@ -17,7 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fairlead import Run, Stopped
+from fairlead.config import RunConfig
 from fairlead.errors import CheckpointError, ConfigError, RunFailedError
+from fairlead_distributed.full_state import full_parameters
+from fairlead_distributed.run.loading import MODEL
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import Checkpoint, Syscalls
 
@@ -83,6 +86,24 @@ def full_disk_under_shards(root: Path, *, gather: bool) -> list[str]:
             run.step()
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return [str(w.message) for w in caught if "no checkpoint" in str(w.message)]
+
+
+def weights_of_a_gathered_one(root: Path) -> list[bool]:
+    """Whether a plain and a sharded model begin with them."""
+    from torch.distributed.fsdp import fully_shard
+
+    source = latest(root / "run").path
+    saved = torch.load(source / "state.ckpt", weights_only=True)[MODEL]["model.weight"]
+    same = []
+    for shard in (False, True):
+        model = nn.Linear(300, 300)
+        if shard:
+            fully_shard(model)
+        config = RunConfig(name=f"shard-{shard}", dir=str(root), seed=None, resume=f"weights:{source}")
+        with Run(config, model=model, environ={}) as run:
+            run.restore()
+        same.append(torch.equal(full_parameters(model)["weight"], saved))
+    return same
 
 
 def unreadable_state_on_rank_one(root: Path) -> str:
@@ -213,6 +234,7 @@ def two_ranks(rank: int, root: Path) -> dict[str, Any]:
         "full": full_disk_on_rank_one(root / "full"),
         "shards": full_disk_under_shards(root / "shards", gather=False),
         "gathered": full_disk_under_shards(root / "gathered", gather=True),
+        "weights": weights_of_a_gathered_one(root / "gathered"),
         "unreadable": unreadable_state_on_rank_one(root / "unreadable"),
         "damaged": damaged_part_of_rank_one(root / "damaged"),
         "drift": replicas_drift(root / "drift"),
@@ -279,6 +301,10 @@ def test_shards_may_find_the_disk_full_too(root: Path, found: list[dict[str, Any
     assert [e["step"] for e in events(run, "checkpoint")] == [1, 3]
     assert [e["step"] for e in events(run, "checkpoint-failed")] == [2]
     assert not list((run / "checkpoints").glob(".stage-*"))
+
+
+def test_a_new_run_begins_with_the_weights_of_a_gathered_checkpoint(found: list[dict[str, Any]]) -> None:
+    assert [one["weights"] for one in found] == [[True, True]] * 2
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,19 @@ def test_an_optimizer_is_divided_by_shards_and_slow_on_the_host() -> None:
     assert host > 20 * shards
 
 
+def test_the_second_stage_of_zero_gathers_once_and_reduces_in_each_micro_batch() -> None:
+    slow = StepTimer(profile(), Cluster.of("h100", "ethernet 100"))
+
+    def data(stage: int, sharding: str, accumulation: int) -> float:
+        one = layout(shard=16, accumulation=accumulation, sharding=sharding)
+        return slow.time(replace(one, strategy=f"deepspeed_stage_{stage}")).communication["data"]
+
+    one, two, four = (data(2, "gradients", n) for n in (1, 2, 4))
+    assert one == pytest.approx(data(1, "optimizer", 1)) == pytest.approx(data(1, "optimizer", 4))
+    assert four - two == pytest.approx(2 * (two - one))
+    assert two - one < 0.7 * one, "gradients without parameters"
+
+
 def test_an_unknown_stack_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="did you mean 'compile'"):
         StepTimer(profile(), H100, stack="compiled")

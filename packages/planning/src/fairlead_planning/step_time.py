@@ -503,10 +503,10 @@ class StepTimer:
         forward[0] += full[0, FORWARD] * share[_FRONT]
         backward[0] += full[0, BACKWARD] * share[_FRONT]
         micro = layout.accumulation
-        if sharded == "full" or (sharded == "gradients" and layout.strategy != "deepspeed"):
+        each = self._reductions(layout)
+        if sharded == "full" or (sharded == "gradients" and not layout.strategy.startswith("deepspeed")):
             gathers = over("all_gather", plain * narrow, experts * narrow)
             regathers = gathers if sharded == "full" else np.zeros_like(gathers)
-            each = micro if self.stack.reduce_each else 1
             total = micro * (gathers.sum() + regathers.sum()) + each * gradients.sum()
             ahead = gathers[0] + np.maximum(0, gathers[1:] - forward[:-1]).sum()
             behind = np.maximum(0, regathers + gradients - backward).sum()
@@ -519,24 +519,27 @@ class StepTimer:
             reduced = float(((plain + experts) * (narrow + 2 * wide)).sum())
             copied = (micro * 2 * gathered + each * reduced) / self._bandwidth
             return float(exposed) + copied, float(max(0.0, total - exposed))
-        gathers = over("all_gather", plain * narrow, experts * narrow) if sharded == "optimizer" else np.zeros(1)
+        gathers = over("all_gather", plain * narrow, experts * narrow) if sharded != "none" else np.zeros(1)
         room = backward.sum() * (1 - 1 / max(2, len(backward))) * self.stack.overlap_data
         first = forward.sum() * self.stack.overlap_data
-        exposed = max(gradients.sum() - room, gradients.sum() / len(gradients)) + max(
+        exposed = each * max(gradients.sum() - room, gradients.sum() / len(gradients)) + max(
             gathers.sum() - first, gathers.sum() / len(gathers)
         )
-        total = gradients.sum() + gathers.sum()
+        total = each * gradients.sum() + gathers.sum()
         return float(exposed), float(max(0.0, total - exposed))
+
+    def _reductions(self, layout: Layout) -> int:
+        """How often a step reduces its gradients; DeepSpeed does it in each micro-batch, where it shards them."""
+        each = self.stack.reduce_each or layout.strategy.startswith("deepspeed")
+        return layout.accumulation if each and layout.sharding in ("full", "gradients") else 1
 
     def _accumulated(self, layout: Layout, share: Array) -> float:
         """Adding the gradients of further micro-batches to those of the first, where they are not sharded at once."""
-        if layout.sharding in ("full", "gradients") and self.stack.reduce_each:
-            return 0.0
         plain, experts = self._held(layout)
         held = share[1:].copy()
         held[0] = max(share[_FRONT], share[_BACK])
         size = float(((plain + experts) * held * self._trainable).sum()) * self.stack.gradient_bytes
-        return (layout.accumulation - 1) * size / self._bandwidth
+        return (layout.accumulation - self._reductions(layout)) * size / self._bandwidth
 
     def _optimizer(self, layout: Layout, share: Array) -> float:
         """Reading and writing parameters, gradients and states, on the ranks that hold them."""

@@ -22,7 +22,8 @@ from fairlead_checkpoint_io.files.snapshot import on_host
 from fairlead_checkpoint_io.files.trust import allowed, refuse_unsafe, unsafe_globals
 from fairlead_checkpoint_io.files.writing import write_state
 from fairlead_distributed.full_state import plain_name, plain_state
-from fairlead_distributed.run.registry import MODEL, OWN
+from fairlead_distributed.run.loading import MODEL
+from fairlead_distributed.run.registry import OWN
 from fairlead_runs.commit.files import disk_error
 
 _MODEL: Final = "state_dict"

@@ -346,13 +346,14 @@ class _Mode(TorchFunctionMode):
             return context.own_positions(kwargs.get("device")).to(kwargs.get("dtype") or torch.int64)
         if func is Tensor.__getitem__ and context.is_table(args[0]):
             return _rows(context, *args)
-        if func in _SOFTMAX and args[0].ndim >= 3 and args[0].shape[-2:] == (context.length, context.length):
+        x = args[0] if args else kwargs.get("input")
+        if func in _SOFTMAX and x.ndim >= 3 and x.shape[-2:] == (context.length, context.length):
             raise ConfigError(
                 f"attention is computed by hand, over this rank's {context.length} tokens only",
                 why="there is a softmax over their scores, outside of scaled_dot_product_attention",
                 fix="use torch.nn.functional.scaled_dot_product_attention (Hugging Face: attn_implementation='sdpa')",
             )
-        if func in _ALONG and _works_along(func, context.length, args, kwargs):
+        if func in _ALONG and _works_along(func, context.length, x, args, kwargs):
             raise ConfigError(
                 f"{func.__name__} works along the sequence, and this rank has {context.length} tokens of it",
                 fix="leave modules that mix tokens in other ways than attention out of context parallelism",
@@ -386,8 +387,7 @@ def _counts_to(length: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return all(type(one) is int for one in numbers) and numbers == (0, length, 1)
 
 
-def _works_along(func: Any, length: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x: Tensor = args[0]
+def _works_along(func: Any, length: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func in (torch.conv1d, F.conv1d):
         weight: Tensor = args[1] if len(args) > 1 else kwargs["weight"]
         return x.shape[-1] == length and weight.shape[-1] > 1

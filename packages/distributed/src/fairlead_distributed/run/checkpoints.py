@@ -29,7 +29,8 @@ from fairlead_distributed.run.commits import (
     seed_anew,
     write_errors,
 )
-from fairlead_distributed.run.registry import MODEL, OPTIMIZERS, OTHERS, OWN, Layout, Registry, loading
+from fairlead_distributed.run.loading import MODEL
+from fairlead_distributed.run.registry import OPTIMIZERS, OTHERS, OWN, Layout, Registry, loading
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_distributed.run.silent_faults import finite_weights, non_finite_weights
 from fairlead_runs.checkpoint_io import CheckpointCopies

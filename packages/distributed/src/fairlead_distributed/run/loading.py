@@ -14,8 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from fairlead.errors import CheckpointError, MissingDependencyError, RunFailedError
 from fairlead.install import install_line
-from fairlead_distributed.full_state import named_as, plain_name
+from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed.full_state import named_as, plain_name, plain_state
 
+MODEL: Final = "model (by names of the unsplit model)"
+"""In a checkpoint of a `Run`: the key of the shared modules' state, where it is sharded or gathered."""
 _EXPORTED: Final = "weights.safetensors"
 
 _OVER = re.compile(r"Tried to step \d+ times\. The specified number of total steps is (?P<total>\d+)")
@@ -89,10 +92,10 @@ def as_it_was_saved(model: nn.Module) -> Callable[[], None]:
     return lambda: handle.remove()
 
 
-def load_weights(model: nn.Module, weights: Path, *names: str) -> None:
+def load_weights(model: nn.Module, weights: Path, name: str | None = None) -> None:
     """Loads nothing but the weights of a checkpoint, of a file of torch's, or of an exported folder or file.
 
-    `names`: what they may be called in the file besides `state_dict`.
+    `name`: of the module in a `Run`, where its weights are not called `state_dict` in the file.
     """
     if (weights / _EXPORTED).exists():
         weights = weights / _EXPORTED
@@ -114,12 +117,20 @@ def load_weights(model: nn.Module, weights: Path, *names: str) -> None:
         return
     try:
         found = torch.load(weights, map_location="cpu", weights_only=True)
-        state = next((found[name] for name in ("state_dict", *names) if name in found), found)
+        if name is not None and MODEL in found:  # gathered: those of all modules, behind the module's name
+            own = (key for key in found[MODEL] if key.startswith(f"{name}."))
+            found = {key.removeprefix(f"{name}."): found[MODEL][key] for key in own}
+        state = next((found[key] for key in ("state_dict", name) if key in found), found)
     except Exception as error:  # pickle, zip, OS: torch.load raises whatever it meets
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise CheckpointError("the weights cannot be read", where=str(weights), why=why) from error
     with readable_load_errors(weights):
-        model.load_state_dict(named_as(model, state))
+        if not any(map(is_dtensor, model.parameters())):
+            model.load_state_dict(named_as(model, state))
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # half a second
+
+        set_model_state_dict(model, plain_state(state), options=StateDictOptions(full_state_dict=True))
 
 
 def _load_exported(model: nn.Module, weights: Path) -> None:

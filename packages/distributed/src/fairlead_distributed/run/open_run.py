@@ -144,15 +144,18 @@ class OpenRun(ABC):
             resolution = as_seen(resolution, seen, self._trainer, by=by, connect=connect)
             context = self._context = BuildContext(resolution, self._environ, self._plugins)
             guard = self._guard = self._guard or build_guard(context)
-            if not self._given_guard and threading.current_thread() is threading.main_thread():
-                guard.flags.install()
-            if get_rank() == 0:
-                guard.watch_opening("opening the run")
-            plain = {name: getattr(one, "_orig_mod", one) for name, one in modules.items()}  # not compiled
-            job = described_job(self._run, {name: described(one) for name, one in plain.items()}, None, settings)
-            session = self._session = open_session(
-                job, resolution, self._run, environ=self._environ, copies=self.copies
-            )
+            try:
+                if not self._given_guard and threading.current_thread() is threading.main_thread():
+                    guard.flags.install()
+                if get_rank() == 0:
+                    guard.watch_opening("opening the run")
+                plain = {name: getattr(one, "_orig_mod", one) for name, one in modules.items()}  # not compiled
+                job = described_job(self._run, {name: described(one) for name, one in plain.items()}, None, settings)
+                session = open_session(job, resolution, self._run, environ=self._environ, copies=self.copies)
+            except BaseException as error:
+                self._leave_signals(error)
+                raise
+            self._session = session
         keep_output()
         self.finished = session.finished
         if self.finished is not None:
@@ -233,14 +236,19 @@ class OpenRun(ABC):
         finally:
             self._watch.left_by(error)
             self.close_metrics("failed" if isinstance(error, Exception) else "success")
-            if guard is not None:
-                guard.close(failed=isinstance(error, Exception))
-                if guard.outcome is None and not self._given_guard:
-                    guard.flags.uninstall()
+            self._leave_signals(error)
             if self.copies is not None and get_rank() == 0:
                 self.copies.close()
             session.close()
             give_output_back()
+
+    def _leave_signals(self, error: BaseException | None) -> None:
+        """Ends the guard; after a stop its handlers stay, as the process is to end."""
+        guard = self._guard
+        if guard is not None:
+            guard.close(failed=isinstance(error, Exception))
+            if guard.outcome is None and not self._given_guard:
+                guard.flags.uninstall()
 
     def _opened(self) -> RunSession:
         if self._session is None:

@@ -25,9 +25,8 @@ from fairlead_distributed.run.loading import readable_load_errors
 
 OWN: Final = "fairlead"
 """The key of the run's own entry in the shared state."""
-MODEL: Final = "model (by names of the unsplit model)"
-"""The key of the shared modules' state, where it is sharded or gathered."""
 OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
+"""The key of the shared optimizers' state, where it is sharded or gathered."""
 OTHERS: Final = "meta.pt"
 """The file, in its folder, with the shared state that torch's distributed checkpoint does not take."""
 

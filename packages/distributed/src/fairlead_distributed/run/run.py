@@ -435,8 +435,10 @@ class Run(OpenRun):
         session = self._require_training("phase()")
         before, self._phase = self._phase, name
         session.beat(name, self.steps)
-        yield
-        self._phase = before
+        try:
+            yield
+        finally:  # the loop may catch what was raised; the heartbeat says where it was, if not
+            self._phase = before
         session.beat(before, self.steps)
         if name == "validate":
             self._just_ended.add("validation")
@@ -674,9 +676,10 @@ class Run(OpenRun):
         self._compare_samples()
         for source in [only] if only is not None else self._sources.values():
             source.next_epoch()
-        if only is None or only.name == _TRAIN:
+        # Without `epochs` those of the loader `train` are the run's, or of the first where none is called so.
+        if only is None or only is self._sources.get(_TRAIN, next(iter(self._sources.values()))):
             self.epoch += 1
-        self._just_ended.add("epoch")
+            self._just_ended.add("epoch")
 
     def _steps_done(self) -> bool:
         return self._max_steps is not None and self.steps >= self._max_steps

@@ -100,7 +100,6 @@ _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64),
 )
-_LONGEST = 64  # numbers in the header of a message: up to seven tensors of up to seven dimensions
 
 
 def run_forward(
@@ -138,15 +137,17 @@ def _send(value: Any, to: int, device: torch.device, group: Any) -> list[tuple[A
     header = [int(isinstance(value, tuple)), len(tensors)]
     for one in tensors:
         header += [_DTYPES.index(one.dtype), one.ndim, *one.shape]
-    message = torch.tensor(header + [0] * (_LONGEST - len(header)), device=device)
+    messages = (torch.tensor([len(header)], device=device), torch.tensor(header, device=device), *tensors)
     # A tensor that is being sent must stay alive.
-    return [(dist.isend(one, group_dst=to, group=group), one) for one in (message, *tensors)]
+    return [(dist.isend(one, group_dst=to, group=group), one) for one in messages]
 
 
 def _receive(source: int, device: torch.device, group: Any) -> Any:
-    message = torch.empty(_LONGEST, dtype=torch.int64, device=device)
-    dist.recv(message, group_src=source, group=group)
-    several, count, *rest = message.tolist()
+    length = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(length, group_src=source, group=group)
+    header = torch.empty(int(length), dtype=torch.int64, device=device)
+    dist.recv(header, group_src=source, group=group)
+    several, count, *rest = header.tolist()
     tensors = []
     for _ in range(count):
         dtype, dims, *rest = rest
