@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fairlead.errors import FairleadError
+from fairlead.errors import FairleadError, RunFailedError
+from fairlead_launch.coordinator import Coordinator, Line, packed
 from fairlead_launch.participant import Participant
-from fairlead_launch.ports import free_port
+from fairlead_launch.ports import bind_listener, free_port
 from fairlead_launch.restarts import Restarts
 
 SCRIPT = """
@@ -231,3 +233,48 @@ def test_nodes_that_do_not_come_are_named_and_one_too_many_is_refused() -> None:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_only_a_node_that_takes_part_stops_the_job() -> None:
+    """Neither a connection that has not introduced itself, nor between two starts a node that is in none of them."""
+    listener = bind_listener(host="localhost")
+    where = listener.getsockname()[:2]
+    job = Coordinator(listener, "localhost", nodes=(1, 2), start_s=20, restarts=Restarts(1, when_saved=True))
+
+    same = {"least": 1, "most": 2, "count": 1}
+
+    def connect() -> Line:
+        return Line(socket.create_connection(where, timeout=20))
+
+    def come(rank: int) -> Line:
+        line = connect()
+        line.send({"kind": "hello", "host": "a", "pid": rank, "rank": rank, "lead": not rank, **same})
+        line.send({"kind": "ready", "port": 1})
+        return line
+
+    def hear(line: Line, kind: str) -> dict[str, Any]:
+        while (messages := line.receive()) is not None:
+            for message in messages:
+                if message["kind"] == kind:
+                    return message
+        pytest.fail(f"the connection has ended without {kind}")
+
+    stranger = connect()
+    stranger.send({"kind": "stop", "signal": signal.SIGTERM})
+    lead, other = come(0), come(1)
+    assert hear(lead, "go")["num_nodes"] == 2
+    other.close()
+    hear(lead, "trouble")
+    spare = come(2)
+    lead.send({"kind": "ended", "code": 1, "step": None, "error": packed(RunFailedError("x")), "first": False})
+    hear(lead, "say")
+    spare.send({"kind": "stop", "signal": signal.SIGTERM})
+    assert hear(spare, "end")["code"] == 143
+    lead.send({"kind": "ready", "port": 2})
+    assert hear(lead, "go")["num_nodes"] == 1
+    lead.send({"kind": "stop", "signal": signal.SIGTERM})
+    lead.send({"kind": "ended", "code": 143, "step": None, "error": None, "first": True})
+    assert hear(lead, "end")["code"] == 143
+    for line in (stranger, lead, spare):
+        line.close()
+    job.close()

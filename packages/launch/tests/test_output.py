@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,23 @@ def test_what_came_before_the_run_was_known_is_in_its_log(tmp_path: Path) -> Non
     output.close()
     assert output.last_lines(3) == ["before", "behind"]
     assert output.path(3) == tmp_path / "run" / "logs" / "rank-00003.log"
+
+
+def test_of_a_large_log_only_the_end_is_read(tmp_path: Path) -> None:
+    output = Output([0], raw=None, folder=tmp_path)
+    for fd in output.streams(0):
+        os.write(fd, b"begin\n")
+        os.close(fd)
+    output.close()
+    with (tmp_path / "rank-00000.log").open("ab") as log:
+        log.truncate(1 << 26)
+        log.write(b"\nend\n")
+    tracemalloc.start()
+    lines = output.last_lines(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lines[-1] == "end"
+    assert peak < 1 << 24
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from fairlead_runs import collect_provenance
 from fairlead_runs.checks import run_directory
 from fairlead_runs.commands.plugins import runs
 from fairlead_runs.history import History
-from fairlead_runs.submitted import VARIABLE
+from fairlead_runs.submitted import LOCAL, VARIABLE, Record
 
 SBATCH = 'cp "${@: -1}" "$0.script"; echo 17'
 
@@ -209,6 +209,17 @@ def test_the_job_is_frozen_and_found_again(site: Site, capsys: pytest.CaptureFix
     again = read_submission(site.folder / "runs/sine")
     assert again is not None
     assert again.folder == str(folder.with_name("2"))
+
+
+def test_a_sweep_on_this_machine_stands_in_no_schedulers_way(site: Site) -> None:
+    """It leaves its record in the folder of its base name, which is the directory of the run that is submitted."""
+    home = site.folder / "runs/sine"
+    local = Record(to=LOCAL, id="7", index=0, run=str(home), runs=(), submitted="2026-01-01T00:00:00+00:00")
+    local.write(home / "submissions/1")
+    assert site.submit() == 0
+    record = read_submission(home)
+    assert record is not None
+    assert record.to == "slurm"
 
 
 def test_from_python_as_from_the_command_line(site: Site) -> None:

@@ -47,6 +47,13 @@ def test_every_nth_step_is_kept(tmp_path: Path) -> None:
     assert [c.step for c in checkpoints(tmp_path / "run")] == [4, 8, 12]
 
 
+def test_the_ranks_ask_for_the_time_every_tenth_step(tmp_path: Path) -> None:
+    """To agree on it they wait for each other."""
+    often = {"every_n_minutes": 1e-9, "every_n_epochs": None, "keep_last": 99}
+    fit(tmp_path, max_steps=24, limit_val_batches=0, checkpoint=often)
+    assert [c.step for c in checkpoints(tmp_path / "run")] == [10, 20, 24]
+
+
 def test_nothing_is_saved_between_the_micro_batches_of_a_step(tmp_path: Path) -> None:
     """Also where the last step of an epoch has fewer of them: eight batches make three steps of 3, 3 and 2."""
     seen: list[tuple[int, int]] = []

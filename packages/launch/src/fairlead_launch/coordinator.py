@@ -172,11 +172,14 @@ class Coordinator:
         kind, last = message["kind"], self._last if self._running else None
         if kind == "hello" and not node.known:
             self._welcome(node, message)
-        elif kind == "ready" and node.known:
+        elif not node.known:
+            pass  # no launcher, or one that was refused
+        elif kind == "ready":
             node.port = message["port"]
             self._came = time.monotonic()
-        elif kind == "stop" and last is not None and node not in last.members:
-            self._send([node], {"kind": "end", "code": 128 + message["signal"], "error": None})  # the others continue
+        elif kind == "stop" and self._last is not None and node not in self._last.members:
+            node.port = None  # the others continue
+            self._send([node], {"kind": "end", "code": 128 + message["signal"], "error": None})
         elif kind == "stop" and (self._stop is None or (self._stop not in _FINAL and message["signal"] in _FINAL)):
             self._stop = message["signal"]
             self._send([other for other in self._nodes if other is not node], message)

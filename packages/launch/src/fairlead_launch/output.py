@@ -33,6 +33,8 @@ _SETTLE_S: Final = 20.0
 """How long to wait for the log folder to be announced: a script may open a run."""
 _LONGEST: Final = 1 << 16
 """Bytes of a line; a longer one is cut into several."""
+_LAST: Final = 1 << 20
+"""Bytes of a log in which its last lines are looked for."""
 _LEVEL: Final = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]")
 _STYLE: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """What a progress bar sends to a terminal to move and to colour."""
@@ -161,7 +163,9 @@ class Output:
             lines = "".join(log.held).splitlines()
         else:
             try:
-                lines = log.path.read_bytes()[log.begin :].decode(errors="replace").splitlines()[-400:]
+                with log.path.open("rb") as file:
+                    file.seek(max(log.begin, file.seek(0, os.SEEK_END) - _LAST))
+                    lines = file.read(_LAST).decode(errors="replace").splitlines()[-400:]
             except OSError as error:
                 return [f"its log cannot be read: {error}"]
         head = re.compile(rf"[-\d]+ [:\d]+,\d+ \[Rank {rank}\] (?:(?:INFO|WARNING): )?")

@@ -42,6 +42,9 @@ from fairlead_runs.commit import (
     write_file,
 )
 
+CLOCK_STEPS: Final = 10
+"""Steps between two looks at rank 0's clock, by which all ranks go: to hear of it they wait for each other."""
+
 
 def rank_file(rank: int) -> str:
     """The name of the part of a checkpoint that one rank writes."""

@@ -27,6 +27,7 @@ from fairlead_distributed.objects import broadcast_object
 from fairlead_distributed.ordered_loader import Replicas, loader_batch_size
 from fairlead_distributed.plain_data import from_plain
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
+from fairlead_distributed.run.commits import CLOCK_STEPS
 from fairlead_distributed.run.data import Source, replicas_here
 from fairlead_distributed.run.exactness import ExactnessRecord, loop_reasons
 from fairlead_distributed.run.loading import load_weights
@@ -531,7 +532,7 @@ class Run(OpenRun):
         due |= "validation" in ended and config.on_validation
         if config.every_n_minutes is not None and not due:  # the clocks of the ranks differ
             late = time.monotonic() - self._saved_at >= 60 * config.every_n_minutes
-            due = self.steps % _CLOCK == 0 and bool(broadcast_object(late))
+            due = self.steps % CLOCK_STEPS == 0 and bool(broadcast_object(late))
         return due
 
     def _save(self) -> bool:
@@ -774,8 +775,6 @@ _GRADIENTS: Final = Inexact(
     why="no run.step() followed them: a resume from the end of the epoch begins without them",
     fix="step at the end of an epoch, too, or optimizer.zero_grad(), and count the batches of each epoch anew",
 )
-_CLOCK: Final = 10
-"""Steps between two looks at rank 0's clock, which all ranks have to go by."""
 _REPLICAS: Final = (
     "A buffer that differs on purpose: Run(local_buffers=[its name]). Modules that differ by rank:\n"
     "Run(per_rank={...}). Replicas that differ on purpose: Run(on_divergence='warning')"

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError
-from fairlead_distributed.run.commits import Commits
+from fairlead_distributed.run.commits import CLOCK_STEPS, Commits
 from fairlead_distributed.run.session import STATE_FILE, RunSession
 from fairlead_lightning import compat
 from fairlead_lightning.checkpoint.saving import Correction, meet, write_state
@@ -57,6 +57,7 @@ class Checkpoints(Checkpoint):
         self._commits: Commits | None = None
         self._saved_at = time.monotonic()
         self._last_step = 0
+        self._looks = 0
         self._accumulate = 1
         self._before: Mapping[str, Any] = {}
         self._measured: frozenset[str] = frozenset()
@@ -103,7 +104,8 @@ class Checkpoints(Checkpoint):
         self._last_step = step
         every = self.config.every_n_steps
         due = every is not None and step // every > last // every  # with two optimizers a batch has two steps
-        if not due and self.config.every_n_minutes is not None:
+        self._looks += 1
+        if not due and self.config.every_n_minutes is not None and self._looks % CLOCK_STEPS == 0:
             late = time.monotonic() - self._saved_at >= self.config.every_n_minutes * 60
             due = bool(trainer.strategy.broadcast(late))  # rank 0's clock decides for all
         if due and _last_batch(trainer):
