@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,6 +167,25 @@ def test_nvme_without_its_library_is_refused_with_the_apt_line(
     with pytest.raises(ConfigError, match="cannot be compiled") as caught:
         build(config, ranks.context(config))
     assert "apt install libaio-dev" in str(caught.value)
+
+
+def test_a_lock_that_a_killed_build_has_left_is_named(
+    ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Not one of a build that may be running."""
+    from fairlead_strategies.deepspeed.runtime import build
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    old, new = tmp_path / "async_io" / "lock", tmp_path / "cpu_adam" / "lock"
+    for lock in (old, new):
+        lock.parent.mkdir()
+        lock.touch()
+    os.utime(old, (0, time.time() - 3600))
+    config = DeepSpeedStrategyConfig.model_validate({"stage": 2})
+    build(config, ranks.context(config))
+    [warned] = [str(one.message) for one in recwarn if "lock" in str(one.message)]
+    assert warned.startswith(f"{old} is 60 minutes old")
+    assert warned.endswith(f"rm {old}")
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,7 @@ class _TrainerRun(OpenRun):
             assert session.checkpoint is not None
             first = self._saves.part(session.checkpoint, 0)
             self._log_from(self.steps, first, {})
+            compat.restore_callbacks(self._hf, state)
             compat.restore_loss(self._hf, self._saves.part(session.checkpoint, get_rank()))
         else:
             self._log_from(None, {}, {})

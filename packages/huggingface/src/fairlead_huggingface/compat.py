@@ -3,7 +3,7 @@
 What may change without notice: `_save_checkpoint(model, trial)` writes into the folder `checkpoint-<step>` of
 `_get_output_dir(trial)`; `_maybe_log_save_evaluate(loss, norm, model, trial, ...)` follows `on_step_end` and
 `on_epoch_end`; `_run_epoch` trains an epoch; `_tr_loss` and `_globalstep_last_logged` are the losses since the last
-log.
+log; `TrainerState.stateful_callbacks` has a callback's state by its class's name, or a list of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from fairlead.errors import ConfigError
 
@@ -90,3 +91,21 @@ def restore_loss(trainer: Any, found: Mapping[str, Any]) -> None:
     if "loss" in found:
         trainer._tr_loss += found["loss"].to(trainer._tr_loss.device)
         trainer._globalstep_last_logged = found["logged"]
+
+
+def restore_callbacks(trainer: Any, state: TrainerState) -> None:
+    """Gives each callback that has a state, as early stopping its count, the one in the checkpoint.
+
+    The Trainer itself leaves them, unless an argument asks for it, and fails to save one that the checkpoint lacks.
+    """
+    saved: Any = state.stateful_callbacks
+    callbacks: dict[str, list[Any]] = {}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            callbacks.setdefault(type(callback).__name__, []).append(callback)
+    for name, found in callbacks.items():
+        states = saved.setdefault(name, [one.state() for one in found] if len(found) > 1 else found[0].state())
+        states = states if isinstance(states, list) else [states]
+        for callback, one in zip(found, states[-len(found) :], strict=False):  # each save adds to the list
+            for attribute, value in one["attributes"].items():
+                setattr(callback, attribute, value)

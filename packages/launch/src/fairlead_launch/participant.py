@@ -79,6 +79,7 @@ class Participant:
         self._trouble: str | None = None
         self._end: Message | None = None
         self._starts = 0
+        self._last_port = -1  # it was the one behind its own, where that was in use
         self._held = HeldPort()
         self._group: Group | None = None
 
@@ -204,7 +205,9 @@ class Participant:
         Another one in each start: ranks left over from the last start cannot connect.
         """
         first = self._port + 1 + self._starts % 100
-        return self._held.hold([*range(first, min(first + 100, 65536)), 0])
+        candidates = [*range(first, min(first + 100, 65536)), 0]
+        self._last_port = self._held.hold(port for port in candidates if port != self._last_port)
+        return self._last_port
 
     def _read(self, line: Line) -> None:
         while (messages := line.receive()) is not None:

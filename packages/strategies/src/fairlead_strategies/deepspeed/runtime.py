@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as LightningDeepSpeed
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.cpp_extension import get_default_build_root
 
 from fairlead.errors import ConfigError
 from fairlead.findings import raise_errors
@@ -38,6 +40,8 @@ from fairlead_strategies.deepspeed.settings import conflicts, settings_of, uses_
 
 RENAMED: Final = r"`torch\.distributed\.\w+` is deprecated"
 """How torch 2.13 warns of the collectives that DeepSpeed calls, in every process, repeatedly."""
+_BUILD_MINUTES: Final = 10
+"""None of DeepSpeed's extensions takes as long to compile."""
 
 
 class DeepSpeedStrategy(LightningDeepSpeedStrategy):
@@ -239,6 +243,7 @@ def build(config: DeepSpeedStrategyConfig, context: BuildContext) -> DeepSpeedSt
     if resolution.device_type == "cpu" and not isinstance(get_accelerator(), CPU_Accelerator):
         set_accelerator(CPU_Accelerator())  # else DeepSpeed takes the GPUs that it sees
     _require_async_io(settings)
+    _warn_of_old_locks()
     kwargs: dict[str, Any] = {
         "config": settings,
         "process_group_backend": resolution.backend,
@@ -265,3 +270,17 @@ def _require_async_io(settings: dict[str, Any]) -> None:
             why="a test program that uses libaio does not compile",
             fix="apt install libaio-dev (yum install libaio-devel), or offload to the device cpu",
         )
+
+
+def _warn_of_old_locks() -> None:
+    """A start that was killed while it compiled leaves its lock, and torch has every later one wait for it forever."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        with contextlib.suppress(OSError):  # released meanwhile
+            minutes = (time.time() - lock.stat().st_mtime) / 60
+            if minutes > _BUILD_MINUTES:
+                warnings.warn(
+                    f"{lock} is {minutes:.0f} minutes old, and DeepSpeed waits for as long as it is there; if nothing "
+                    f"is being compiled there (a build that was killed leaves its lock): rm {lock}",
+                    stacklevel=2,
+                )
