@@ -147,6 +147,41 @@ def test_the_one_being_uploaded_stays_and_one_that_was_replaced_is_not_uploaded(
     io.teardown()
 
 
+def test_no_upload_begins_of_what_is_being_deleted(
+    url: str, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before is done just then, and the deletion is held up until an upload of step 2 begins."""
+    io, run = remote(url), tmp_path / "gpt"
+    begun(io, run)
+    second, deleted = threading.Event(), threading.Event()
+    put, mkdir = Store.put, Syscalls.mkdir
+
+    def held_up(store: Store, files: Mapping[str, Path], **settings: Any) -> None:
+        if any("step-00000002" in str(path) for path in files.values()):
+            second.set()
+            assert deleted.wait(60)
+        put(store, files, **settings)
+
+    def deleting(system: Syscalls, path: Path) -> None:
+        if "step-00000002" in path.name:
+            gate.open.set()
+            second.wait(0.3)
+        mkdir(system, path)
+
+    gate.open.clear()
+    io.committed(saved(run, 1), RetentionPolicy(last=5))
+    assert gate.begun.wait(60)
+    io.committed(saved(run, 2), RetentionPolicy(last=5))
+    third = saved(run, 3)
+    monkeypatch.setattr(Store, "put", held_up)
+    monkeypatch.setattr(Syscalls, "mkdir", deleting)
+    io.committed(third, RetentionPolicy(last=1))
+    deleted.set()
+    assert io.wait_uploaded() is None
+    assert (here(run), there(url)[-1]) == ([1, 3], 3)
+    io.teardown()
+
+
 def test_an_upload_that_failed_is_said_and_tried_again(url: str, tmp_path: Path, gate: Gate) -> None:
     io, run = remote(url), tmp_path / "gpt"
     events = begun(io, run)

@@ -158,6 +158,21 @@ def test_weights_are_kept_and_loaded() -> None:
         assert found["none"] == (0, WIDTH)
 
 
+def in_16_bits(rank: int) -> list[bool]:
+    """Whether this rank's experts train, of which one was frozen in evaluation mode."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        mixture = MoE(WIDTH, 16, 4, 2, bool(seed % 2)).bfloat16()
+        mixture.experts[2 * rank].eval()
+        parallelize_experts(mixture, mesh())
+        assert mixture._normalised == seed % 2
+    return [mixture.experts[number].training for number in (2 * rank, 2 * rank + 1)]
+
+
+def test_a_mixture_in_16_bits_is_recognised_and_its_modes_stay() -> None:
+    assert run_ranks(in_16_bits, 2) == [[False, True]] * 2
+
+
 class Sigmoid(MoE):
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).sigmoid().topk(self.top_k, dim=-1)

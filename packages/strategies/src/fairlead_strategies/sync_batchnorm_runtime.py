@@ -59,18 +59,20 @@ class CPUSyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         axes = [0, *range(2, input.dim())]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        count = input.new_tensor([input.numel() / input.size(1)])
-        summed = _over_ranks(torch.cat([input.sum(axes), count]))
+        x = input.to(torch.promote_types(input.dtype, torch.float32))  # as torch: 16 bits cannot even count the values
+        count = x.new_tensor([x.numel() / x.size(1)])
+        summed = _over_ranks(torch.cat([x.sum(axes), count]))
         total = summed[-1].detach()
         mean = summed[:-1] / total
-        centred = input - mean.view(shape)
+        centred = x - mean.view(shape)
         var = _over_ranks((centred * centred).sum(axes)) / total
         if self.running_mean is not None:
             self._update(mean.detach(), var.detach(), total)
         normalised: Tensor = centred * torch.rsqrt(var + self.eps).view(shape)
-        if self.weight is None:
-            return normalised
-        return torch.addcmul(self.bias.view(shape), normalised, self.weight.view(shape))
+        if self.weight is not None:
+            bias, weight = (one.to(x.dtype).view(shape) for one in (self.bias, self.weight))
+            normalised = torch.addcmul(bias, normalised, weight)
+        return normalised.to(input.dtype)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, var: Tensor, total: Tensor) -> None:
@@ -83,8 +85,9 @@ class CPUSyncBatchNorm(_BatchNorm):
             if factor is None:  # torch: a cumulative average
                 factor = 1.0 / float(self.num_batches_tracked)
         factor = 0.0 if factor is None else factor
-        self.running_mean.lerp_(mean, factor)
-        self.running_var.lerp_(var * total / (total - 1).clamp(min=1), factor)
+        unbiased = var * total / (total - 1).clamp(min=1)
+        for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.lerp_(now.to(running.dtype), factor)
 
 
 class CPUSyncBatchNormLayerSync(TorchSyncBatchNorm):

@@ -61,17 +61,15 @@ class Mirror:
 
         Of these, one that is being uploaded stays, and one that still waits is not uploaded: a newer one is.
         """
-        with self._state:
+        with self._state:  # throughout: no upload begins of what is being deleted
             self._policy = policy
             self._failure = None
             held = {self._current} if self._current is not None else set()
-        self._add(checkpoint)
-        gone = {item.name for item in retain(checkpoint.path.parent, policy, held=held, fence=self._fence)}
-        with self._state:
+            self._add(checkpoint)
+            gone = {item.name for item in retain(checkpoint.path.parent, policy, held=held, fence=self._fence)}
             for name in gone & self._pending.keys():
-                if name != self._current:
-                    del self._pending[name]
-                    log.info("%s was replaced by a newer checkpoint before it was uploaded", name)
+                del self._pending[name]
+                log.info("%s was replaced by a newer checkpoint before it was uploaded", name)
 
     def wait_uploaded(self, timeout_s: float | None) -> str | None:
         """Waits until everything is uploaded; gives what is not and why, or None.

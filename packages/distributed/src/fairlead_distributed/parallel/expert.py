@@ -8,6 +8,7 @@ It is called once with random tokens and compared with that, so what computes so
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,16 +200,14 @@ def _check_forward(mixture: nn.Module, where: str) -> bool:
     router = _router(mixture)
     if router.weight.is_meta:
         raise ConfigError("a mixture without weights cannot be compared", where=where, fix="give it weights first")
-    before, training = dict(vars(mixture)), mixture.training
-    mixture.eval()
-    try:
-        with torch.no_grad(), isolated_rng(0):
-            x = torch.randn(1, 32, router.in_features, dtype=router.weight.dtype).to(router.weight.device)
-            out = mixture(x)
-            expected = [_full(mixture, x, normalised) for normalised in (True, False)]
-    finally:
-        mixture.train(training)
-    changed = [n for n, v in vars(mixture).items() if n != "training" and (n not in before or before[n] is not v)]
+    # A copy, as rounding to 16 bits would choose other experts; and what is in evaluation mode stays in it.
+    mixture = copy.deepcopy(mixture).eval().to(torch.promote_types(router.weight.dtype, torch.float32))
+    router, before = _router(mixture), dict(vars(mixture))
+    with torch.no_grad(), isolated_rng(0):
+        x = torch.randn(1, 32, router.in_features, dtype=router.weight.dtype).to(router.weight.device)
+        out = mixture(x)
+        expected = [_full(mixture, x, normalised) for normalised in (True, False)]
+    changed = [n for n, v in vars(mixture).items() if n not in before or before[n] is not v]
     if changed:
         raise ConfigError(
             f"the mixture's forward sets {changed[0]!r}, which nothing would set any more",
