@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from fairlead import PluginManager
+from fairlead.testing import FakeEntryPoint
 from fairlead_environments.lsf import lsf
 from fairlead_environments.lsf.queue import read_status as read_bjobs
 from fairlead_environments.slurm import slurm
 from fairlead_environments.slurm.queue import fields_of, read_status
-from fairlead_runs.scheduler import JobQueue, JobStatus
+from fairlead_runs.scheduler import JobQueue, JobStatus, ask_for_jobs
 
 HEAD = "JobId=3 JobName=job.sh UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901757 "
 REQUEUED = (
@@ -91,6 +93,27 @@ def test_one_question_with_a_deadline(tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
     assert slurm.job_cancel("slurm:3", queued=True) == ("scancel", "--state=PENDING", "3")
     assert slurm.job_cancel("slurm:3", queued=False) == ("scancel", "3")
+
+
+def test_many_jobs_are_one_question(tmp_path: Path) -> None:
+    """A job of an array is found by its own number as well as by that of the array; fields as squeue(1) names them."""
+    rows = (
+        "20|17_3|RUNNING|None|2026-11-21T16:24:16|2026-11-21T16:29:16|5:00",
+        "21|17_4|PENDING|Priority|N/A|N/A|UNLIMITED",
+    )
+    said = "\n".join(f"echo '{row}'" for row in rows)
+    environ = fake(tmp_path, "squeue", f'echo "$@" >> {tmp_path}/calls\n{said}')
+    plugins = PluginManager([FakeEntryPoint("environment.slurm", slurm)])
+    jobs = {Path(name): f"slurm:{name}" for name in ("20", "17_3", "17_4", "9")}
+    found = ask_for_jobs(jobs, plugins, environ, 30)
+    assert [found[run].state for run in jobs] == ["running", "running", "queued", "unknown"]
+    assert found[Path("20")].ends == local("2026-11-21T16:29:16")
+    assert found[Path("17_4")].detail == "PENDING, Priority"
+    assert found[Path("9")].detail == "SLURM knows no job 9 any more"
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.endswith(" --jobs=20,17_3,17_4,9")
+    down = fake(tmp_path, "squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    assert "Unable to contact" in ask_for_jobs(jobs, plugins, down, 30)[Path("20")].detail
 
 
 def test_lsf_as_documented(tmp_path: Path) -> None:

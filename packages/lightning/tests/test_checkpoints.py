@@ -272,3 +272,16 @@ def test_a_disk_that_one_rank_finds_full_costs_one_checkpoint(tmp_path: Path) ->
     assert "(rank 1)" in events(run, "checkpoint-failed")[0]["error"]
     assert all({"rank-00000.pt", "rank-00001.pt"} < c.manifest.files.keys() for c in checkpoints(run))
     assert not list((run / "checkpoints").glob(".stage-*"))
+
+
+def evaluated(rank: int, root: Path) -> float:
+    """Rank 1 looks where there is no checkpoint, as where its view of a network file system is old."""
+    trainer = make_trainer(root if rank == 0 else root / "old", devices=2, strategy="ddp")
+    (found,) = trainer.validate(Line(), loader(), verbose=False)
+    return float(found["val/loss"])
+
+
+def test_rank_0_finds_the_weights_to_evaluate_for_all(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=8)
+    (metrics,) = make_trainer(tmp_path).validate(Line(), loader(), verbose=False)
+    assert run_ranks(evaluated, 2, tmp_path) == pytest.approx([metrics["val/loss"]] * 2)

@@ -169,6 +169,8 @@ def test_a_stream_is_numbered_on_one_rank_and_refused_on_two(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="no luck"):
         predict(tmp_path / "out", Echo(at=2), loaders=loader)
     assert [int(one) for one in predict(tmp_path / "out", Echo(), loaders=loader).predictions()] == list(range(7))
+    with pytest.raises(ConfigError, match="no share can be taken of a loader that has no length"):
+        predict(tmp_path / "half", Echo(), limit_predict_batches=0.5, loaders=loader)
     said = run_ranks(stream_on_two, 2, tmp_path / "two")
     assert "the predictions of a stream (Stream) cannot be distinguished on 2 ranks" in said[0]
     assert "trainer.devices=1" in said[0]

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from fairlead import PluginManager
+from fairlead import PluginManager, yaml
 from fairlead.cli import main
 from fairlead.testing import FakeEntryPoint
 from fairlead_runs import RunDirectory, fingerprint
 from fairlead_runs.commands import plugins as commands
 from fairlead_runs.commit import checkpoint_name, publish, stage
+from fairlead_runs.submitted import Record
 
 
 def job(**trainer: Any) -> dict[str, Any]:
@@ -142,6 +143,15 @@ def test_diff_shows_the_settings_that_differ(fairlead: Fairlead) -> None:
     code, out, _ = fairlead("runs", "diff", "done", "runs/broken", "--json")
     assert json.loads(out) == {"trainer.max_steps": {"a": 10, "b": 20}}
     assert "the same settings" in fairlead("runs", "diff", "done", "done")[1]
+
+
+def test_a_run_that_has_not_begun_is_compared_by_the_job_that_was_submitted(fairlead: Fairlead, tmp_path: Path) -> None:
+    run = tmp_path / "runs/queued"
+    sent = run / "submissions/1"
+    Record("slurm", "7", None, str(run), (str(run),), "2026-01-01T00:00:00+00:00", folder=str(sent)).write(sent)
+    (sent / "job.yaml").write_text(yaml.dump(job(max_steps=30)))
+    code, out, _ = fairlead("runs", "diff", "done", "queued", "--json")
+    assert (code, json.loads(out)) == (0, {"trainer.max_steps": {"a": 10, "b": 30}})
 
 
 @pytest.mark.parametrize(

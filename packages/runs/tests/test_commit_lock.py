@@ -102,12 +102,15 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
         ({"boot": "of another container with our host name", "pid": 2**22 + 1}, 5.0, False),
         ({"boot": "of another container with our host name", "pid": 2**22 + 1}, 500.0, True),
         ({"pid": 2**22 + 1}, 5.0, True),
+        ({"boot": "", "pid": 2**22 + 1}, 5.0, False),  # of some machine with our host name
+        ({"boot": "", "pid": 2**22 + 1}, 500.0, True),
     ],
 )
 def test_when_an_owner_counts_as_dead(tmp_path: Path, changes: dict[str, Any], age_s: float, stale: bool) -> None:
     path = tmp_path / "lock"
     write_lock(path, age_s=age_s, **changes)
-    lock = Lock(path, owner=LockOwner.here(Job("slurm:1", attempt=1)))
+    me = LockOwner.here(Job("slurm:1", attempt=1))
+    lock = Lock(path, owner=dataclasses.replace(me, boot=changes.get("boot", me.boot) and me.boot))
     if stale:
         lock.acquire()
         assert lock.held
@@ -119,6 +122,20 @@ def test_when_an_owner_counts_as_dead(tmp_path: Path, changes: dict[str, Any], a
             lock.acquire()
         assert path.read_bytes() == before
         assert not lock.held
+
+
+def test_a_write_that_takes_a_part_only_tears_no_lock(tmp_path: Path) -> None:
+    class Short(Syscalls):
+        def write(self, fd: int, data: memoryview) -> int:
+            return super().write(fd, data[:10])
+
+    with Lock(tmp_path / "lock", syscalls=Short()) as lock:
+        lock.began(7)
+        lock.fence.check()
+        state = read_lock(tmp_path / "lock")
+    assert state is not None
+    assert state.owner is not None
+    assert state.owner.start == 7
 
 
 def test_a_torn_lock_file_is_someone_who_is_just_taking_it_until_it_is_old(tmp_path: Path) -> None:

@@ -206,9 +206,11 @@ def test_long_words_are_cut(tmp_path: Path) -> None:
     path = heartbeat_path(tmp_path, 0)
     beat = Heartbeat(path, 0, 16383, start=9999, host="an-extraordinarily-long-name-of-a-node.example.org")
     beat.beat("a phase of sixty characters, which nobody would ever use", 10**10)
+    beat._write("a_function_with_a_long_name_somewhere@train_script.py:1234")
     beat.close()
     assert len(path.read_bytes()) == RECORD_BYTES
     (long,) = read_heartbeats(tmp_path)
+    assert long.location.endswith("@train_script.py:1234")
     assert (long.rank, long.step, long.start, long.host) == (16383, 10**10, 9999, "an-extraordinarily-l")
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from fairlead.errors import FairleadError
+from fairlead_distributed.info import get_rank
 
 T = TypeVar("T")
 
@@ -16,6 +20,20 @@ def broadcast_object(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_rank_0(function: Callable[[], T]) -> T:
+    """What a function gives on rank 0, on every rank; its `FairleadError` is raised on all. A collective."""
+    result: T | FairleadError | None = None
+    if get_rank() == 0:
+        try:
+            result = function()
+        except FairleadError as error:
+            result = error
+    result = broadcast_object(result)
+    if isinstance(result, FairleadError):
+        raise result
+    return result  # type: ignore[return-value]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

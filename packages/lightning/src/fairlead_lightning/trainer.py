@@ -22,7 +22,7 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot, code_root
-from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.objects import on_rank_0
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import leave_at_exit
 from fairlead_distributed.run.commits import copies_of
@@ -53,7 +53,7 @@ from fairlead_runs import fingerprint
 from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.checkpoint_job import checkpoint_job
 from fairlead_runs.describe import described
-from fairlead_runs.evaluated import weights_to_evaluate
+from fairlead_runs.evaluated import Weights, weights_to_evaluate
 from fairlead_runs.guard import StopGuard
 from fairlead_runs.naming import run_directory
 
@@ -383,13 +383,15 @@ class Trainer(L.Trainer):
         if name is None:
             name = self.lightning_module
         run = run_directory(self._described(name, data), self.run_config, self.resolution.job, Path.cwd())
-        if requested == "auto" and self._anonymous and not run.exists():
-            self.progress.say(f"weights     as the model is given: {run} is no run")
-            return None
-        weights = weights_to_evaluate(
-            requested, run, Path.cwd(), never='ckpt_path="never", or RunConfig(resume="never")'
-        )
-        source = broadcast_object(weights.source)
+        never = 'ckpt_path="never", or RunConfig(resume="never")'
+
+        def found() -> Weights:
+            if requested == "auto" and self._anonymous and not run.exists():
+                return Weights(None, f"weights     as the model is given: {run} is no run")
+            return weights_to_evaluate(requested, run, Path.cwd(), never=never)
+
+        weights = on_rank_0(found)  # another rank may not see a new checkpoint yet
+        source = weights.source
         if requested in ("auto", "best", "last"):
             self.progress.say(weights.line)
         return str(file_to_evaluate(source)) if source is not None else None

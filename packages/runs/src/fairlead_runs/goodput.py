@@ -101,12 +101,16 @@ def goodput(run: Path) -> Goodput:
     beats: dict[int, float] = {}
     for beat in read_heartbeats(run / "heartbeats"):
         beats[beat.start] = max(beats.get(beat.start, 0.0), beat.time)
+    own: dict[int, list[Mapping[str, Any]]] = {number: [] for number in numbers}
+    for event in events:
+        if isinstance(event.get("start"), int) and event["start"] in own:
+            own[event["start"]].append(event)
     starts: list[StartTimes] = []
-    for position, number in enumerate(numbers):
-        own = [event for event in events if event.get("start") == number]
-        later = numbers[position + 1 :]
-        resumed = next((_resumed(events, after) for after in later if _resumed(events, after) is not None), None)
-        starts.append(_one_start(run, number, own, beats.get(number), resumed, last=not later))
+    resumed: int | None = None  # the step with which the next start that trained began
+    for number in reversed(numbers):
+        starts.insert(0, _one_start(run, number, own[number], beats.get(number), resumed, last=not starts))
+        if starts[0].first_step is not None:
+            resumed = starts[0].first_step
     waits = [_queued(run, starts[0])] if starts else []
     waits += [max(0.0, later.began - start.ended) for start, later in pairwise(starts)]
     seconds: dict[str, float] = {QUEUE: sum(waits)}
@@ -114,13 +118,6 @@ def goodput(run: Path) -> Goodput:
         for part, value in start.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + value
     return Goodput(starts, waits, {part: value for part, value in seconds.items() if value > 0})
-
-
-def _resumed(events: Sequence[Mapping[str, Any]], number: int) -> int | None:
-    """The step with which a start began to train; None: it never did."""
-    return next(
-        (int(one.get("step", 0)) for one in events if one.get("start") == number and one["event"] == "training"), None
-    )
 
 
 def _one_start(

@@ -136,7 +136,9 @@ class Heartbeat:
                 return
             self._written = last
             words = [str(self._rank), str(self._step), _word(self._phase, 24), f"{self._time:.3f}"]
-            words += [str(self._turn), str(self._start), _word(self._host.partition(".")[0], 20), _word(location, 60)]
+            words += [str(self._turn), str(self._start), _word(self._host.partition(".")[0], 20)]
+            room = RECORD_BYTES - _CHECK_BYTES - len(" ".join(words)) - 1
+            words.append(_word(location)[-room:])  # its end says file and line
             try:
                 os.pwrite(self._fd, _record(words), self._offset)
             except OSError as error:
@@ -192,7 +194,7 @@ def location_of_thread(thread_id: int | None = None) -> str:
     return f"{code.co_name}@{os.path.basename(code.co_filename)}:{frame.f_lineno}"
 
 
-def _word(text: str, longest: int) -> str:
+def _word(text: str, longest: int | None = None) -> str:
     return _WORD.sub("_", text)[:longest] or "-"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fairlead.errors import RunDirectoryError
 from fairlead_runs.commit import Fence, Syscalls
-from fairlead_runs.commit.files import disk_error
+from fairlead_runs.commit.files import disk_error, write_all
 from fairlead_runs.describe import plain
 from fairlead_runs.redaction import redact
 
@@ -71,9 +71,7 @@ class History:
             size = os.fstat(fd).st_size
             if size and os.pread(fd, 1, size - 1) != b"\n":
                 line = b"\n" + line  # an earlier writer died in mid-line: its rest must not swallow this event
-            view = memoryview(line)
-            while view:
-                view = view[self._system.write(fd, view) :]
+            write_all(self._system, fd, line)
             if durable:
                 self._system.fsync(fd)
         finally:

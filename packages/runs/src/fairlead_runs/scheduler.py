@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, Protocol, runtime_checkable
 
@@ -58,6 +59,14 @@ class JobQueue(Protocol):
         """The command that ends a job, as words; `queued`: only if it has not begun, where the scheduler can tell."""
 
 
+@runtime_checkable
+class ListedQueue(JobQueue, Protocol):
+    """A `JobQueue` whose scheduler is asked about many jobs by one command, as `fairlead runs` does."""
+
+    def job_statuses(self, jobs: Sequence[str], environ: Mapping[str, str], deadline: float) -> Mapping[str, JobStatus]:
+        """As `job_status`, for each of these jobs."""
+
+
 def job_of_run(run: Path) -> str | None:
     """The scheduler's job that last started this run, or was submitted since; None: it was started by hand."""
     starts = [event for event in read_history(run / "history.jsonl") if event["event"] == "start"]
@@ -99,13 +108,20 @@ def ask_for_jobs(
 ) -> dict[Path, JobStatus]:
     """What the schedulers say of the jobs of several runs, all within this time; others are left out."""
     deadline = time.monotonic() + timeout_s
-    queues = {run: queue_of(job, plugins) for run, job in jobs.items()}  # loads plugins: not in threads
-
-    def ask(run: Path) -> JobStatus | None:
-        queue = queues[run]
-        late = queue is None or time.monotonic() >= deadline
-        return None if late or queue is None else queue.job_status(jobs[run], environ, deadline)
-
+    asked: dict[str, list[str]] = {}
+    for job in dict.fromkeys(jobs.values()):
+        asked.setdefault(job.partition(":")[0], []).append(job)
+    questions: list[Callable[[], Mapping[str, JobStatus]]] = []
+    for names in asked.values():
+        queue = queue_of(names[0], plugins)  # loads plugins: not in threads
+        if isinstance(queue, ListedQueue):
+            questions.append(partial(queue.job_statuses, names, environ, deadline))
+        elif queue is not None:
+            questions += [partial(_one, queue, name, environ, deadline) for name in names]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = dict(zip(jobs, pool.map(ask, jobs), strict=True))
-    return {run: answer for run, answer in answers.items() if answer is not None}
+        answers = {job: status for answer in pool.map(lambda ask: ask(), questions) for job, status in answer.items()}
+    return {run: answers[job] for run, job in jobs.items() if job in answers}
+
+
+def _one(queue: JobQueue, job: str, environ: Mapping[str, str], deadline: float) -> Mapping[str, JobStatus]:
+    return {job: queue.job_status(job, environ, deadline)} if time.monotonic() < deadline else {}

@@ -24,8 +24,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from fairlead.errors import CheckpointError, FairleadError, FingerprintError, RunDirectoryError, RunLockedError
-from fairlead_distributed.info import get_rank
-from fairlead_distributed.objects import broadcast_object, gather_objects
+from fairlead_distributed.objects import broadcast_object, gather_objects, on_rank_0
 from fairlead_distributed.predictions.shard_file import Batch, ShardFile, write_shard
 from fairlead_runs.commit import FileHash, Lock, Manifest, default_algorithm, hash_file
 from fairlead_runs.commit.files import disk_error, replace_file
@@ -42,20 +41,16 @@ _SEEN_AFTER_S: Final = 5.0
 """A network file system shows a new file to other machines by then."""
 
 
-def on_rank_0(function: Callable[[], T]) -> T:
-    """What a function gives on rank 0, on every rank; its error is raised on all. A collective."""
-    result: T | FairleadError | None = None
-    if get_rank() == 0:
+def _on_rank_0(function: Callable[[], T]) -> T:
+    """As `on_rank_0`; an error of the disk says that predictions cannot be written."""
+
+    def said() -> T:
         try:
-            result = function()
-        except FairleadError as error:
-            result = error
+            return function()
         except OSError as error:
-            result = _full(error, Path(error.filename or "."))
-    result = broadcast_object(result)
-    if isinstance(result, FairleadError):
-        raise result
-    return result  # type: ignore[return-value]
+            raise _full(error, Path(error.filename or ".")) from error
+
+    return on_rank_0(said)
 
 
 @dataclass(frozen=True)
@@ -87,11 +82,11 @@ class PredictionFolder:
         self._totals: dict[int, int | None] = {}
         self._under_way: Future[None] | None = None
         self.complete = False
-        self.path: Path = on_rank_0(lambda: self._opened(requested, run))
+        self.path: Path = _on_rank_0(lambda: self._opened(requested, run))
         try:
             _require_shared(self.path)
             self.complete = broadcast_object(self.complete)
-            self._shards = on_rank_0(self._scanned)
+            self._shards = _on_rank_0(self._scanned)
         except BaseException:
             self.close()
             raise
@@ -106,7 +101,7 @@ class PredictionFolder:
 
         `batches` is how many it has in all; None: unknown before its end.
         """
-        on_rank_0(lambda: self._identify(number, described))
+        _on_rank_0(lambda: self._identify(number, described))
         self._totals[number] = batches
         return _done(self._shards.values(), number)
 
@@ -145,7 +140,7 @@ class PredictionFolder:
         self.settle()
         if not self.complete:
             hashes = {name: digest for own in gather_objects(self._hashes) for name, digest in own.items()}
-            on_rank_0(lambda: self._committed(hashes))
+            _on_rank_0(lambda: self._committed(hashes))
             self.complete = True
 
     def close(self) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, Literal
 
 from fairlead import Claim, EnvironmentConfigBase, Specificity, StopReason, Topology, Unused, hookimpl
 from fairlead.interfaces import Job
 from fairlead.variables import number, text
 from fairlead_environments.shared import LaunchedEnvironment, MainAddressConfig
-from fairlead_environments.slurm.queue import ask_for, ask_slurm, cancel_words, ended
+from fairlead_environments.slurm.queue import ask_for, ask_for_all, ask_slurm, cancel_words, ended
 from fairlead_environments.slurm.step import find_step, idle_allocation
 from fairlead_environments.slurm.topology import topology
-from fairlead_runs.scheduler import JobQueue, JobStatus
+from fairlead_runs.scheduler import JobStatus, ListedQueue
 
 RECORDED: Final = tuple(
     f"SLURM_{name}"
@@ -41,7 +41,7 @@ class SLURMEnvironmentConfig(MainAddressConfig):
     name: Literal["slurm"] = "slurm"
 
 
-class SLURM(LaunchedEnvironment, JobQueue):
+class SLURM(LaunchedEnvironment, ListedQueue):
     """Tasks of a SLURM job step."""
 
     config = SLURMEnvironmentConfig
@@ -108,6 +108,10 @@ class SLURM(LaunchedEnvironment, JobQueue):
     def job_status(self, job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
         """From `scontrol show job`."""
         return ask_for(job, environ, deadline)
+
+    def job_statuses(self, jobs: Sequence[str], environ: Mapping[str, str], deadline: float) -> Mapping[str, JobStatus]:
+        """From one `squeue` for all."""
+        return ask_for_all(jobs, environ, deadline)
 
     def job_cancel(self, job: str, *, queued: bool) -> tuple[str, ...]:
         """`scancel`."""

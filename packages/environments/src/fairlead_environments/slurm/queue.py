@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Final, Literal
 
@@ -133,6 +133,16 @@ def local_time(text: str | None) -> float | None:
 
 State = Literal["queued", "running", "ending", "ended", "unknown"]
 
+_LISTED: Final[Mapping[str, str]] = {
+    "%A": "JobId",
+    "%i": "ArrayJobId",
+    "%T": "JobState",
+    "%r": "Reason",
+    "%S": "StartTime",
+    "%e": "EndTime",
+    "%l": "TimeLimit",
+}
+"""What `squeue` prints, by the name that `scontrol` has for it."""
 _QUEUED: Final = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING: Final = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _ENDING: Final = ("COMPLETING",)
@@ -165,13 +175,35 @@ def ask_for(job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
     number = job.partition(":")[2]
     answer, problem = ask(["scontrol", "show", "job", "-o", number], deadline, environ)
     if "Invalid job id" in problem:
-        return JobStatus("unknown", f"SLURM knows no job {number} any more")
+        return _forgotten(job)
     if problem:
         return JobStatus("unknown", problem)
     lines = answer.splitlines()
     # The number of an array's last task is that of the array, and all tasks are shown.
     line = next((one for one in lines if re.match(rf"JobId={re.escape(number)}\b", one)), "".join(lines[:1]))
     return read_status(fields_of(line))
+
+
+def ask_for_all(jobs: Sequence[str], environ: Mapping[str, str], deadline: float) -> dict[str, JobStatus]:
+    """The status of many jobs, by one `squeue`, which loads the controller less than a question for each."""
+    environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
+    numbers = ",".join(job.partition(":")[2] for job in jobs)
+    squeue = ["squeue", "--noheader", "--array", "--states=all", f"--format={'|'.join(_LISTED)}", f"--jobs={numbers}"]
+    answer, problem = ask(squeue, deadline, environ)
+    if problem and "Invalid job id" not in problem:
+        return {job: JobStatus("unknown", problem) for job in jobs}
+    found: dict[str, JobStatus] = {}
+    for line in answer.splitlines():
+        values = line.split("|")
+        if len(values) == len(_LISTED):
+            fields = dict(zip(_LISTED.values(), values, strict=True))
+            # A job of an array has a number of its own, and that of the array with its index.
+            found[fields["JobId"]] = found[fields["ArrayJobId"]] = read_status(fields)
+    return {job: found.get(job.partition(":")[2]) or _forgotten(job) for job in jobs}
+
+
+def _forgotten(job: str) -> JobStatus:
+    return JobStatus("unknown", f"SLURM knows no job {job.partition(':')[2]} any more")
 
 
 def read_status(fields: Mapping[str, str]) -> JobStatus:

@@ -195,7 +195,7 @@ class DistributedPredictionWriter(L.Callback):
         require_one_rank(loader, self._part[0])
         limit = self._limit
         if isinstance(limit, float):
-            limit = None if limit == 1.0 else int(len(loader) * limit)
+            limit = None if limit == 1.0 else int(_length(loader) * limit)
         done = folder.add_loader(number, {**_data_of(loader), "limit": limit}, None)
         stream = Stream(loader, len(done.numbers), done.samples, limit=limit, ended=folder.complete)
         self._sources.append(stream)
@@ -253,6 +253,19 @@ def _data_of(loader: Any) -> dict[str, Any]:
     kind = type(data)
     workers = {"num_workers": loader.num_workers} if isinstance(loader, DataLoader) and not is_indexed(loader) else {}
     return {"dataset": f"{kind.__module__}:{kind.__qualname__}", **workers}
+
+
+def _length(loader: Any) -> int:
+    """The number of batches of a loader, of which `limit_predict_batches` is a share."""
+    try:
+        return len(loader)
+    except TypeError as error:
+        raise ConfigError(
+            "no share can be taken of a loader that has no length",
+            where="trainer.limit_predict_batches",
+            why=str(error),
+            fix="write a number of batches, as 100, or 1.0 for all; or give the dataset a __len__",
+        ) from error
 
 
 def _digest(value: Any) -> str:

@@ -120,18 +120,21 @@ def differing_settings(runs: Sequence[RunState]) -> dict[str, dict[str, Any]]:
 
 
 def _settings(run: RunState) -> dict[str, Any]:
-    file = run.path / "job.yaml"
-    if not file.exists() and (sent := submitted_job(run.path)) is not None:
-        file = sent
     try:
-        return dict(leaves(yaml.load_file(file).data))
+        return dict(leaves(yaml.load_file(_job_file(run.path)).data))
     except FairleadError:  # a run that never began, or a damaged file: `status` says so
         return {}
 
 
+def _job_file(run: Path) -> Path:
+    """The job of a run; of one that was only submitted, that of its submission."""
+    file = run / "job.yaml"
+    return file if file.exists() else submitted_job(run) or file
+
+
 def _diff(first: str, second: str, session: Session, *, as_json: bool) -> int:
     """The settings in which two runs' jobs differ."""
-    a, b = (dict(leaves(yaml.load_file(find_run(name, session) / "job.yaml").data)) for name in (first, second))
+    a, b = (dict(leaves(yaml.load_file(_job_file(find_run(name, session))).data)) for name in (first, second))
     different = [name for name in sorted(a.keys() | b.keys()) if a.get(name, ...) != b.get(name, ...)]
     if as_json:
         session.print_json({name: {"a": a.get(name), "b": b.get(name)} for name in different})

@@ -96,7 +96,7 @@ class LockOwner:
         since: When the lock was taken, UTC, ISO 8601.
         nonce: Random; tells two owners apart whatever else they share.
         pid_start: The process's start in clock ticks since boot (a pid alone is reused), or None.
-        boot: The kernel's boot id and pid namespace: only inside both does a pid mean something.
+        boot: The kernel's boot id and pid namespace: only inside both does a pid mean something; empty: not known.
         cancel: The command line that ends the job, or None.
         start: The number of its start of the run, which rises with each owner; 0: not begun yet.
     """
@@ -147,7 +147,7 @@ class LockOwner:
         """Why this owner is certainly dead, as far as the process `other` can know; None when it cannot."""
         if self.job is not None and self.job == other.job and self.attempt < other.attempt:
             return f"job {self.job} was restarted by its scheduler"
-        if (self.host, self.boot) != (other.host, other.boot):
+        if not self.boot or (self.host, self.boot) != (other.host, other.boot):
             return None
         if not _alive(self.pid):
             return f"process {self.pid} on this host has ended"

@@ -104,6 +104,13 @@ class FileWriter:
             self._started = self._written
 
 
+def write_all(system: Syscalls, fd: int, data: bytes) -> None:
+    """Writes all of it, however little a call takes."""
+    view = memoryview(data)
+    while view:
+        view = view[system.write(fd, view) :]
+
+
 Content = bytes | bytearray | memoryview | Callable[[FileWriter], object]
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fairlead.errors import RunDirectoryError, RunLockedError
 from fairlead_runs.commit.fence import Fence, LockOwner
-from fairlead_runs.commit.files import Syscalls, disk_error
+from fairlead_runs.commit.files import Syscalls, disk_error, write_all
 
 log = logging.getLogger("fairlead.runs")
 
@@ -171,7 +171,7 @@ class Lock:
             # In place: the file of another one, which may come now, is another file.
             found = LockOwner.load(os.pread(fd, 65536, 0))
             if found is not None and found.nonce == owner.nonce:
-                self._system.write(fd, memoryview(owner.dump()))
+                write_all(self._system, fd, owner.dump())
         finally:
             self._system.close(fd)
         self.owner = owner
@@ -226,7 +226,7 @@ class Lock:
     def _write(self, path: Path) -> None:
         fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            self._system.write(fd, memoryview(self.owner.dump()))
+            write_all(self._system, fd, self.owner.dump())
             self._system.fsync(fd)
         finally:
             self._system.close(fd)
