@@ -68,7 +68,7 @@ class Stream(IterableDataset[Any]):
         return iter(self.samples)
 
 
-class Disturbs(TrainerCallback):
+class Disturbs(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Disturbs the training behind one step."""
 
     def __init__(self, how: str, step: int) -> None:
@@ -160,7 +160,11 @@ def main(case: str) -> int:
             differs = [name for name in expected if found.get(name) != expected[name]]
             if differs:
                 wrong += 1
-                print(f"{case}, {how} at step {step}: {', '.join(differs)}", (folder / "log").read_text()[-1000:], sep="\n")
+                print(
+                    f"{case}, {how} at step {step}: {', '.join(differs)}",
+                    (folder / "log").read_text()[-1000:],
+                    sep="\n",
+                )
             else:
                 shutil.rmtree(folder)
     print(f"{case}: {expected['step']} steps, {wrong} wrong")

@@ -207,7 +207,7 @@ def test_one_object_under_two_names_is_explained() -> None:
         load=True
     )
     assert records[0].error is None
-    assert "the same object as the plugin 'strategy.ring'" in str(records[1].error)
+    assert "is the plugin 'strategy.ring' itself" in str(records[1].error)
 
 
 def test_a_plugin_for_a_later_fairlead_is_not_imported(fake_dist: Callable[..., FakeDist]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,19 +171,18 @@ def test_nvme_without_its_library_is_refused_with_the_apt_line(
 
 
 def test_a_lock_that_a_killed_build_has_left_is_named(
-    ranks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    ranks: ModuleType, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Not one of a build that may be running."""
     from fairlead_strategies.deepspeed.runtime import build
 
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     old, new = tmp_path / "async_io" / "lock", tmp_path / "cpu_adam" / "lock"
     for lock in (old, new):
         lock.parent.mkdir()
         lock.touch()
     os.utime(old, (0, time.time() - 3600))
     config = DeepSpeedStrategyConfig.model_validate({"stage": 2})
-    build(config, ranks.context(config))
+    build(config, replace(ranks.context(config), environ={"TORCH_EXTENSIONS_DIR": str(tmp_path)}))
     [warned] = [str(one.message) for one in recwarn if "lock" in str(one.message)]
     assert warned.startswith(f"{old} is 60 minutes old")
     assert warned.endswith(f"rm {old}")

@@ -226,7 +226,7 @@ class PluginManager:
 
     def _register(self, plugin: AnyPlugin, record: PluginRecord) -> None:
         if (name := self._pluggy.get_name(plugin)) is not None:
-            raise PluginError(f"{record.value} is the same object as the plugin {name!r}; register an instance of its own")
+            raise PluginError(f"{record.value} is the plugin {name!r} itself; register an instance of its own")
         try:
             self._pluggy.register(plugin, name=record.key)
             self._pluggy.check_pending()

@@ -204,6 +204,8 @@ class _TrainerRun(OpenRun):
         config = config.model_copy(update={"accumulate_grad_batches": trainer.args.gradient_accumulation_steps})
         super().__init__(run, config, environ=environ, plugins=plugins, guard=guard, copy_to=copy_to)
         self.epoch_over = True
+        self.current = compat.Pass(0, 0)
+        self.resumed: compat.Pass | None = None
         self._hf = trainer
         self._saves: _TrainerCheckpoints | None = None
         self._agreed: Literal["stop", "save"] | None = None
@@ -225,7 +227,7 @@ class _TrainerRun(OpenRun):
             session = self._opened()
             resume = str(session.checkpoint) if session.checkpoint is not None else None
             self._accumulate()
-            with compat.in_a_run(self._hf, self._save, self._save_due):
+            with compat.in_a_run(self._hf, self):
                 result = train(resume, *more, **named)
             self._finish()
         except BaseException as error:
@@ -285,6 +287,7 @@ class _TrainerRun(OpenRun):
             assert session.checkpoint is not None
             first = self._saves.part(session.checkpoint, 0)
             self._log_from(self.steps, first, {})
+            self.resumed = compat.Pass(*first.get("pass", (0, 0)))
             compat.restore_callbacks(self._hf, state)
             compat.restore_loss(self._hf, self._saves.part(session.checkpoint, get_rank()))
         else:
@@ -336,7 +339,7 @@ class _TrainerRun(OpenRun):
         if self._last_of_epoch:  # a checkpoint has the epoch's evaluation, which a resume would not repeat
             self._deferred, control.should_save = control.should_save, False
 
-    def _save_due(self) -> bool:
+    def save_due(self) -> bool:
         """Whether the run needs a checkpoint of this step: for a stop, a request, or as the last one."""
         if self.finished is not None or (self._last_of_epoch and not self.epoch_over):
             return False
@@ -353,7 +356,8 @@ class _TrainerRun(OpenRun):
         if self.finished is None:
             self._write_metrics(state.global_step, {"epoch": float(state.epoch or 0), **found})
 
-    def _save(self, write: Callable[[], None]) -> None:
+    def save(self, write: Callable[[], None]) -> None:
+        """Commits what the Trainer writes; ends the training for a stop."""
         saves, session = self._saves, self._opened()
         if saves is None or self.finished is not None:
             return
@@ -364,7 +368,7 @@ class _TrainerRun(OpenRun):
         if saves.saved != self.steps:
             session.beat("save", self.steps)
             try:
-                saves.save(self.steps, self._hf.state, self._log_positions(), dict(self._measured), write)
+                saves.save(self.steps, self._hf.state, self._own_state(), dict(self._measured), write)
             except Exception as error:
                 if not self._stopping:
                     raise
@@ -376,6 +380,11 @@ class _TrainerRun(OpenRun):
             failure = saves.unsaved(self.steps)
         assert self._ending is not None
         raise Stopped(self._ending.carry_out(failure))
+
+    def _own_state(self) -> dict[str, Any]:
+        number, _ = self.current
+        now = compat.Pass(number + 1, self.steps) if self.epoch_over else self.current
+        return {**self._log_positions(), "pass": tuple(now)}
 
     def _finish(self) -> None:
         """The Trainer has reached its end."""
@@ -415,7 +424,7 @@ class _TrainerCheckpoints(Commits):
         return replace(super().policy, last=None) if self.keep_all else super().policy
 
     def save(
-        self, step: int, state: TrainerState, positions: Mapping[str, Any], metrics: Mapping[str, float], write: Any
+        self, step: int, state: TrainerState, own: Mapping[str, Any], metrics: Mapping[str, float], write: Any
     ) -> bool:
         """Has the Trainer write, and commits that; the same on all ranks."""
         metadata = {
@@ -444,8 +453,8 @@ class _TrainerCheckpoints(Commits):
 
             return raised_by(publish)
 
-        own = {**positions, **compat.loss_since_log(self._trainer)}
-        saved = self.commit(step, lambda: own, through_trainer, metrics, metadata)
+        part = {**own, **compat.loss_since_log(self._trainer)}
+        saved = self.commit(step, lambda: part, through_trainer, metrics, metadata)
         self._find_best(state)
         return saved
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from fairlead.errors import ConfigError
 
@@ -34,32 +35,57 @@ def maker(args: TrainingArguments) -> Trainer:
     )
 
 
-@contextmanager
-def in_a_run(trainer: Any, save: Callable[[Callable[[], None]], None], due: Callable[[], bool]) -> Iterator[None]:
-    """Inside it, the Trainer's saves are the run's, and no step follows the last one.
+class Pass(NamedTuple):
+    """A pass over the training data."""
 
-    Args:
-        trainer: The Trainer.
-        save: Is handed each save, as a call that writes.
-        due: Whether to save once the Trainer has logged, evaluated and saved what it wants, at the end of a step and of
-            an epoch.
-    """
+    number: int
+    steps_before: int
+
+
+class Hooks(Protocol):
+    """What a run does in a training of the Trainer's."""
+
+    current: Pass
+    """The pass that is being made."""
+    resumed: Pass | None
+    """The one that the first pass continues."""
+
+    def save(self, write: Callable[[], None]) -> None:
+        """Is handed each save of the Trainer, as a call that writes."""
+
+    def save_due(self) -> bool:
+        """Whether to save once the Trainer has logged, evaluated and saved, at the end of a step and of an epoch."""
+
+
+@contextmanager
+def in_a_run(trainer: Any, run: Hooks) -> Iterator[None]:
+    """Inside it, the Trainer's saves are the run's, a stream continues where it was, and no step follows the last."""
     write, evaluate, train_epoch = trainer._save_checkpoint, trainer._maybe_log_save_evaluate, trainer._run_epoch
+    shift = 0
 
     def _save_checkpoint(*arguments: Any, **named: Any) -> None:
-        save(lambda: write(*arguments, **named))
+        run.save(lambda: write(*arguments, **named))
 
     def _maybe_log_save_evaluate(loss: Any, norm: Any, model: Any, trial: Any, *arguments: Any, **named: Any) -> None:
         evaluate(loss, norm, model, trial, *arguments, **named)
-        if due():
+        if run.save_due():
             trainer._save_checkpoint(model, trial)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
-    def _run_epoch(*arguments: Any, **named: Any) -> None:
-        if trainer.state.global_step < trainer.state.max_steps:
-            train_epoch(*arguments, **named)
-        else:  # resumed at its last step, within an epoch: the Trainer would take one more
+    def _run_epoch(*, epoch: int, epochs_trained: int, train_dataloader: Any, **named: Any) -> None:
+        nonlocal shift
+        steps, resumed, run.resumed = trainer.state.global_step, run.resumed, None
+        if steps >= trainer.state.max_steps:  # resumed at its last step, within an epoch: it would take one more
             trainer.control.should_training_stop = True
+            return
+        before = steps
+        if resumed is not None and not has_length(train_dataloader):
+            # All steps are one epoch to the Trainer then, and it would skip in this pass what it read in others.
+            shift, before = resumed.number - epoch, resumed.steps_before
+            epochs_trained = resumed.number
+            named["steps_trained_in_current_epoch"] = (steps - before) * trainer.args.gradient_accumulation_steps
+        run.current = Pass(epoch + shift, before)
+        train_epoch(epoch=epoch + shift, epochs_trained=epochs_trained, train_dataloader=train_dataloader, **named)
 
     replaced = (_save_checkpoint, _maybe_log_save_evaluate, _run_epoch)
     for method in replaced:

@@ -143,7 +143,7 @@ def _drawn(loader: Any, found: Reading, states: Sequence[Generators], same: bool
             return _streamed(loader, found, states)
         keys = [_keys(loader, one) for one in states]
         if any(one is None for one in keys):
-            return replace(found, why=f"the sampler of {found.name} is infinite or keeps a position from one pass to the next")
+            return replace(found, why=f"the sampler of {found.name} never ends, or continues where it was last left")
         indices: Passes = [[_index(key) for key in one or ()] for one in keys]
         found = replace(found, indices=indices)
         if same:

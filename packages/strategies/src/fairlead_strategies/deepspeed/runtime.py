@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -243,7 +243,7 @@ def build(config: DeepSpeedStrategyConfig, context: BuildContext) -> DeepSpeedSt
     if resolution.device_type == "cpu" and not isinstance(get_accelerator(), CPU_Accelerator):
         set_accelerator(CPU_Accelerator())  # else DeepSpeed takes the GPUs that it sees
     _require_async_io(settings)
-    _warn_of_old_locks()
+    _warn_of_old_locks(context.environ)
     kwargs: dict[str, Any] = {
         "config": settings,
         "process_group_backend": resolution.backend,
@@ -272,9 +272,9 @@ def _require_async_io(settings: dict[str, Any]) -> None:
         )
 
 
-def _warn_of_old_locks() -> None:
+def _warn_of_old_locks(environ: Mapping[str, str]) -> None:
     """A start that was killed while it compiled leaves its lock, and torch has every later one wait for it forever."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
         with contextlib.suppress(OSError):  # released meanwhile
             minutes = (time.time() - lock.stat().st_mtime) / 60
