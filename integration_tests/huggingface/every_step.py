@@ -81,9 +81,14 @@ class Disturbs(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if state.global_step == self.step and self.how == "saved and killed":
             Path("runs/line/SAVE").touch()
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """The process ends when the training is over, and not yet recorded as finished."""
+        if self.how == "killed at its end" and "train_loss" in logs:
+            os._exit(9)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The process ends at once."""
-        if state.global_step == self.step and self.how != "stopped" and self.step:
+        if state.global_step == self.step and "killed" in self.how and self.step:
             os._exit(9)
 
 
@@ -150,8 +155,8 @@ def main(case: str) -> int:
     if forked(undisturbed, case) != 0:
         sys.exit((undisturbed / "log").read_text())
     expected, wrong = result(undisturbed), 0
-    for how in ("stopped", "killed", "saved and killed"):
-        for step in range(1, expected["step"] + 1):
+    for how in ("stopped", "killed", "saved and killed", "killed at its end"):
+        for step in range(1, expected["step"] + 1) if how != "killed at its end" else [0]:
             folder = Path(f"{how} {step}")
             code, starts = forked(folder, case, how, step), 1
             while code != 0 and starts < 3:

@@ -107,11 +107,20 @@ def named(run: Run, step: Step) -> None:
         step(a)
 
 
-@pytest.mark.parametrize(("loop", "steps"), [(named, [8, 13]), (zipped, [12, 13])])
+def in_turn(run: Run, step: Step) -> None:
+    for (a,) in run.batches(loader(13), name="first"):
+        step(a)
+        if run.steps == 6:
+            break
+    for (a,) in run.batches(loader(13), name="second"):
+        step(a)
+
+
+@pytest.mark.parametrize(("loop", "steps"), [(named, [8, 13]), (zipped, [12, 13]), (in_turn, [10, 13])])
 def test_every_n_epochs_are_those_of_the_loop(
     tmp_path: Path, loop: Callable[[Run, Step], None], steps: list[int]
 ) -> None:
-    """Of the only loader, whatever its name; not of one that ends within the epochs of another."""
+    """Of the loader that leads, whatever its name; not of one that ends within the epochs of another."""
     trained(tmp_path, loop, 0, checkpoint={"every_n_steps": None, "every_n_epochs": 2, "keep_last": 9})
     assert [one.step for one in list_checkpoints(tmp_path / "checkpoints")] == steps
 

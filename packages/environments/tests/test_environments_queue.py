@@ -104,14 +104,15 @@ def test_many_jobs_are_one_question(tmp_path: Path) -> None:
     said = "\n".join(f"echo '{row}'" for row in rows)
     environ = fake(tmp_path, "squeue", f'echo "$@" >> {tmp_path}/calls\n{said}')
     plugins = PluginManager([FakeEntryPoint("environment.slurm", slurm)])
-    jobs = {Path(name): f"slurm:{name}" for name in ("20", "17_3", "17_4", "9")}
+    many = [str(number) for number in range(100, 108)]  # fewer than these are asked about one by one
+    jobs = {Path(name): f"slurm:{name}" for name in ("20", "17_3", "17_4", "9", *many)}
     found = ask_for_jobs(jobs, plugins, environ, 30)
-    assert [found[run].state for run in jobs] == ["running", "running", "queued", "unknown"]
+    assert [found[run].state for run in jobs] == ["running", "running", "queued", *["unknown"] * 9]
     assert found[Path("20")].ends == local("2026-11-21T16:29:16")
     assert found[Path("17_4")].detail == "PENDING, Priority"
     assert found[Path("9")].detail == "SLURM knows no job 9 any more"
     (call,) = (tmp_path / "calls").read_text().splitlines()
-    assert call.endswith(" --jobs=20,17_3,17_4,9")
+    assert call.endswith(" --jobs=20,17_3,17_4,9," + ",".join(many))
     down = fake(tmp_path, "squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
     assert "Unable to contact" in ask_for_jobs(jobs, plugins, down, 30)[Path("20")].detail
 

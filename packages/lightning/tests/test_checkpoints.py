@@ -47,11 +47,18 @@ def test_every_nth_step_is_kept(tmp_path: Path) -> None:
     assert [c.step for c in checkpoints(tmp_path / "run")] == [4, 8, 12]
 
 
-def test_the_ranks_ask_for_the_time_every_tenth_step(tmp_path: Path) -> None:
-    """To agree on it they wait for each other."""
+def by_the_clock(rank: int, root: Path, devices: int) -> None:
     often = {"every_n_minutes": 1e-9, "every_n_epochs": None, "keep_last": 99}
-    fit(tmp_path, max_steps=24, limit_val_batches=0, checkpoint=often)
-    assert [c.step for c in checkpoints(tmp_path / "run")] == [10, 20, 24]
+    settings: dict[str, Any] = {"devices": devices, "strategy": "ddp" if devices > 1 else "auto"}
+    make_trainer(root, max_steps=24, limit_val_batches=0, checkpoint=often, **settings).fit(Line(), loader(), loader())
+
+
+def test_ranks_look_at_the_clock_after_every_tenth_step(tmp_path: Path) -> None:
+    """To agree on it they wait for each other; a process alone need not."""
+    by_the_clock(0, tmp_path / "alone", 1)
+    assert len(checkpoints(tmp_path / "alone" / "run")) == 24
+    run_ranks(by_the_clock, 2, tmp_path / "two", 2)
+    assert [c.step for c in checkpoints(tmp_path / "two" / "run")] == [10, 20, 24]
 
 
 def test_nothing_is_saved_between_the_micro_batches_of_a_step(tmp_path: Path) -> None:

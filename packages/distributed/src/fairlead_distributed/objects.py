@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fairlead.errors import FairleadError
 from fairlead_distributed.info import get_rank
 
 T = TypeVar("T")
@@ -23,15 +22,15 @@ def broadcast_object(value: T) -> T:
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """What a function gives on rank 0, on every rank; its `FairleadError` is raised on all. A collective."""
-    result: T | FairleadError | None = None
+    """What a function gives on rank 0, on every rank; what it raises is raised on all. A collective."""
+    result: T | Exception | None = None
     if get_rank() == 0:
         try:
             result = function()
-        except FairleadError as error:
+        except Exception as error:  # also of the disk: the others would wait
             result = error
     result = broadcast_object(result)
-    if isinstance(result, FairleadError):
+    if isinstance(result, Exception):
         raise result
     return result  # type: ignore[return-value]
 

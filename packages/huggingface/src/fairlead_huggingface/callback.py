@@ -206,6 +206,7 @@ class _TrainerRun(OpenRun):
         self.epoch_over = True
         self.current = compat.Pass(0, 0)
         self.resumed: compat.Pass | None = None
+        self.over = False
         self._hf = trainer
         self._saves: _TrainerCheckpoints | None = None
         self._agreed: Literal["stop", "save"] | None = None
@@ -288,10 +289,12 @@ class _TrainerRun(OpenRun):
             first = self._saves.part(session.checkpoint, 0)
             self._log_from(self.steps, first, {})
             self.resumed = compat.Pass(*first.get("pass", (0, 0)))
-            compat.restore_callbacks(self._hf, state)
+            self.over = first.get("ended") == state.max_steps
             compat.restore_loss(self._hf, self._saves.part(session.checkpoint, get_rank()))
         else:
             self._log_from(None, {}, {})
+        if session.checkpoint is not None:
+            compat.restore_callbacks(self._hf, state, own=own)
         session.begin(step=self.steps, epoch=int(state.epoch or 0))
         args = self._hf.args
         session.batch_is(args.train_batch_size * args.gradient_accumulation_steps * get_world_size())
@@ -384,7 +387,10 @@ class _TrainerRun(OpenRun):
     def _own_state(self) -> dict[str, Any]:
         number, _ = self.current
         now = compat.Pass(number + 1, self.steps) if self.epoch_over else self.current
-        return {**self._log_positions(), "pass": tuple(now)}
+        ended = self.epoch_over and self._hf.control.should_training_stop
+        # A training may end before its last step, and is over then until it is to take more.
+        ended_at = {"ended": self._hf.state.max_steps} if ended else {}
+        return {**self._log_positions(), "pass": tuple(now), **ended_at}
 
     def _finish(self) -> None:
         """The Trainer has reached its end."""

@@ -49,6 +49,8 @@ class Hooks(Protocol):
     """The pass that is being made."""
     resumed: Pass | None
     """The one that the first pass continues."""
+    over: bool
+    """Whether the training had ended when its checkpoint was written, as by early stopping."""
 
     def save(self, write: Callable[[], None]) -> None:
         """Is handed each save of the Trainer, as a call that writes."""
@@ -75,7 +77,7 @@ def in_a_run(trainer: Any, run: Hooks) -> Iterator[None]:
     def _run_epoch(*, epoch: int, epochs_trained: int, train_dataloader: Any, **named: Any) -> None:
         nonlocal shift
         steps, resumed, run.resumed = trainer.state.global_step, run.resumed, None
-        if steps >= trainer.state.max_steps:  # resumed at its last step, within an epoch: it would take one more
+        if run.over or steps >= trainer.state.max_steps:  # within an epoch, it would take one more
             trainer.control.should_training_stop = True
             return
         before = steps
@@ -119,8 +121,8 @@ def restore_loss(trainer: Any, found: Mapping[str, Any]) -> None:
         trainer._globalstep_last_logged = found["logged"]
 
 
-def restore_callbacks(trainer: Any, state: TrainerState) -> None:
-    """Gives each callback that has a state, as early stopping its count, the one in the checkpoint.
+def restore_callbacks(trainer: Any, state: TrainerState, *, own: bool) -> None:
+    """Gives each callback that has a state, as early stopping its count, the one in a checkpoint of its `own` run.
 
     The Trainer itself leaves them, unless an argument asks for it, and fails to save one that the checkpoint lacks.
     """
@@ -132,6 +134,8 @@ def restore_callbacks(trainer: Any, state: TrainerState) -> None:
     for name, found in callbacks.items():
         states = saved.setdefault(name, [one.state() for one in found] if len(found) > 1 else found[0].state())
         states = states if isinstance(states, list) else [states]
+        if not own:
+            continue
         for callback, one in zip(found, states[-len(found) :], strict=False):  # each save adds to the list
             for attribute, value in one["attributes"].items():
                 setattr(callback, attribute, value)

@@ -269,7 +269,9 @@ def batch_plan(resolution: Resolution, previous: Mapping[str, Any] | None) -> in
         return requested
     if policy is None:
         raise ConfigError(
-            f"the run was trained with {old_world} {ranks} and would resume with {new_world}",
+            f"the run was trained with {old_world} {ranks} and would resume with {new_world}"
+            if old_world != new_world
+            else f"the run accumulated {old // old_world} batches to a step and would resume with {requested}",
             where="trainer.batch_policy",
             why=f"the global batch would change from {old} to {new_world * requested} batches of one rank",
             fix="set batch_policy: keep_global (same global batch) or keep_per_device (same batch for each rank)",

@@ -14,7 +14,7 @@ from typing import Final, Literal, Protocol, runtime_checkable
 from fairlead.plugins import PluginManager
 from fairlead_runs.history import read_history
 from fairlead_runs.states import RunState
-from fairlead_runs.submitted import read_submission
+from fairlead_runs.submitted import queued_submission
 
 TIMEOUT_S: Final = 5.0
 """Seconds that a scheduler may take to answer."""
@@ -71,7 +71,7 @@ def job_of_run(run: Path) -> str | None:
     """The scheduler's job that last started this run, or was submitted since; None: it was started by hand."""
     starts = [event for event in read_history(run / "history.jsonl") if event["event"] == "start"]
     last = starts[-1] if starts else {}
-    sent = read_submission(run)
+    sent = queued_submission(run)
     if sent is not None and (not last or datetime.fromisoformat(sent.submitted) > datetime.fromisoformat(last["time"])):
         return f"{sent.to}:{sent.id}"
     return str(last["job"]) if last.get("job") else None
@@ -114,7 +114,7 @@ def ask_for_jobs(
     questions: list[Callable[[], Mapping[str, JobStatus]]] = []
     for names in asked.values():
         queue = queue_of(names[0], plugins)  # loads plugins: not in threads
-        if isinstance(queue, ListedQueue):
+        if isinstance(queue, ListedQueue) and len(names) > _AT_ONCE:  # it may read all jobs of the cluster
             questions.append(partial(queue.job_statuses, names, environ, deadline))
         elif queue is not None:
             questions += [partial(_one, queue, name, environ, deadline) for name in names]

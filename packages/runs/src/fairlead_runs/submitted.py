@@ -92,6 +92,11 @@ def read_submission(folder: Path) -> Record | None:
     return next(_records(folder), None)
 
 
+def queued_submission(run: Path) -> Record | None:
+    """The newest submission of a run to a scheduler, and not to this machine; None: there is none."""
+    return next((one for one in _records(run) if one.to != LOCAL), None)
+
+
 def submitted_at(run: Path) -> float | None:
     """When a run was submitted first, in seconds since the epoch; None: it was not."""
     times = [datetime.datetime.fromisoformat(one.submitted).timestamp() for one in _records(run)]

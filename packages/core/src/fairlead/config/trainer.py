@@ -47,7 +47,8 @@ class CheckpointConfig(ConfigModel):
     every_n_epochs: PositiveInt | None = 1
     """Save at the end of every Nth epoch, after its validation."""
     every_n_minutes: PositiveFloat | None = None
-    """Save when so many minutes have passed since the last save; the ranks look at the clock after every tenth step."""
+    """Save when so many minutes have passed since the last save; several ranks look at the clock after every
+    tenth step."""
     on_validation: bool = True
     """Save after every validation, so that each measured state can be restored."""
     monitor: str | None = None

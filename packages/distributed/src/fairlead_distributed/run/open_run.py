@@ -153,7 +153,8 @@ class OpenRun(ABC):
                 job = described_job(self._run, {name: described(one) for name, one in plain.items()}, None, settings)
                 session = open_session(job, resolution, self._run, environ=self._environ, copies=self.copies)
             except BaseException as error:
-                self._leave_signals(error)
+                if not self._given_guard:  # the script's may serve another run
+                    self._leave_signals(error)
                 raise
             self._session = session
         keep_output()

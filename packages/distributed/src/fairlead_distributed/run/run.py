@@ -438,7 +438,7 @@ class Run(OpenRun):
         session.beat(name, self.steps)
         try:
             yield
-        finally:  # the loop may catch what was raised; the heartbeat says where it was, if not
+        finally:  # if what was raised is not caught, the heartbeat keeps the phase that failed
             self._phase = before
         session.beat(before, self.steps)
         if name == "validate":
@@ -532,7 +532,8 @@ class Run(OpenRun):
         due |= "validation" in ended and config.on_validation
         if config.every_n_minutes is not None and not due:  # the clocks of the ranks differ
             late = time.monotonic() - self._saved_at >= 60 * config.every_n_minutes
-            due = self.steps % CLOCK_STEPS == 0 and bool(broadcast_object(late))
+            looks = get_world_size() == 1 or self.steps % CLOCK_STEPS == 0
+            due = looks and bool(broadcast_object(late))
         return due
 
     def _save(self) -> bool:
@@ -677,8 +678,9 @@ class Run(OpenRun):
         self._compare_samples()
         for source in [only] if only is not None else self._sources.values():
             source.next_epoch()
-        # Without `epochs` those of the loader `train` are the run's, or of the first where none is called so.
-        if only is None or only is self._sources.get(_TRAIN, next(iter(self._sources.values()))):
+        # Without `epochs` those of the loader `train` are the run's; where none is called so, of the one that leads.
+        train = self._sources.get(_TRAIN)
+        if only is None or only is train or (train is None and self._leads(only)):
             self.epoch += 1
             self._just_ended.add("epoch")
 

@@ -185,8 +185,9 @@ def ask_for(job: str, environ: Mapping[str, str], deadline: float) -> JobStatus:
 
 
 def ask_for_all(jobs: Sequence[str], environ: Mapping[str, str], deadline: float) -> dict[str, JobStatus]:
-    """The status of many jobs, by one `squeue`, which loads the controller less than a question for each."""
-    environ = {**environ, "SLURM_TIME_FORMAT": "standard"}
+    """The status of many jobs, by one `squeue`: one question to the controller, though it may send all its jobs."""
+    own = {name: value for name, value in environ.items() if not name.startswith("SQUEUE_")}  # would leave jobs out
+    environ = {**own, "SLURM_TIME_FORMAT": "standard"}
     numbers = ",".join(job.partition(":")[2] for job in jobs)
     squeue = ["squeue", "--noheader", "--array", "--states=all", f"--format={'|'.join(_LISTED)}", f"--jobs={numbers}"]
     answer, problem = ask(squeue, deadline, environ)

@@ -41,7 +41,7 @@ from fairlead_runs.history import read_history
 from fairlead_runs.naming import render_name, safe_name
 from fairlead_runs.redaction import redact
 from fairlead_runs.states import HISTORY_FILE
-from fairlead_runs.submitted import LOCAL, SUBMISSIONS, VARIABLE, Record, next_number, read_submission
+from fairlead_runs.submitted import SUBMISSIONS, VARIABLE, Record, next_number, queued_submission
 
 
 @contextlib.contextmanager
@@ -104,8 +104,8 @@ class Plan:
 
     def _not_twice(self) -> None:
         """Two jobs of one run would stop each other; one that waits for the other needs a `dependency`."""
-        before = read_submission(self.request.runs[0])
-        if before is None or before.to == LOCAL or getattr(self.config, "dependency", None):
+        before = queued_submission(self.request.runs[0])
+        if before is None or getattr(self.config, "dependency", None):
             return
         phase = build_submitter(before.submit, self.environ, self.plugins).state(before.id).phase
         if phase in ("queued", "running"):

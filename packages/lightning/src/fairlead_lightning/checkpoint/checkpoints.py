@@ -105,7 +105,8 @@ class Checkpoints(Checkpoint):
         every = self.config.every_n_steps
         due = every is not None and step // every > last // every  # with two optimizers a batch has two steps
         self._looks += 1
-        if not due and self.config.every_n_minutes is not None and self._looks % CLOCK_STEPS == 0:
+        looks = trainer.world_size == 1 or self._looks % CLOCK_STEPS == 0
+        if not due and self.config.every_n_minutes is not None and looks:
             late = time.monotonic() - self._saved_at >= self.config.every_n_minutes * 60
             due = bool(trainer.strategy.broadcast(late))  # rank 0's clock decides for all
         if due and _last_batch(trainer):

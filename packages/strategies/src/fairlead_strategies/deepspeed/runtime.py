@@ -280,7 +280,7 @@ def _warn_of_old_locks(environ: Mapping[str, str]) -> None:
             minutes = (time.time() - lock.stat().st_mtime) / 60
             if minutes > _BUILD_MINUTES:
                 warnings.warn(
-                    f"{lock} is {minutes:.0f} minutes old, and DeepSpeed waits for as long as it is there; if nothing "
+                    f"{lock} is {minutes:.0f} minutes old, and DeepSpeed waits until it is removed; if nothing "
                     f"is being compiled there (a build that was killed leaves its lock): rm {lock}",
                     stacklevel=2,
                 )
