@@ -149,6 +149,9 @@ class Mirror:
                 failure = CheckpointError(
                     "an upload failed", where=str(checkpoint.path), why=f"{type(error).__name__}: {error}"
                 )
+            if failure is not None:  # recorded before whoever waits hears of it
+                log.warning("%s was not uploaded, the local copy stays: %s", checkpoint.name, failure.block())
+                self._event("upload-failed", checkpoint=checkpoint.name, url=self._store.url, error=failure.block())
             with self._state:
                 self._current = None
                 if failure is None:
@@ -156,9 +159,6 @@ class Mirror:
                 elif checkpoint.order == max(item.order for item in self._pending.values()):
                     self._failure = failure  # else a newer one was saved meanwhile, and is tried
                 self._state.notify_all()
-            if failure is not None:
-                log.warning("%s was not uploaded, the local copy stays: %s", checkpoint.name, failure.block())
-                self._event("upload-failed", checkpoint=checkpoint.name, url=self._store.url, error=failure.block())
 
     def _upload(self, checkpoint: Checkpoint) -> None:
         began = time.monotonic()
