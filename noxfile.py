@@ -40,8 +40,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.allow_parallel = True  # under `nox -j 2`; none writes where another reads
 nox.options.error_on_missing_interpreters = bool(os.environ.get("CI"))
 nox.options.sessions = [  # what takes longest comes first, so that `nox -j 2` is busy to the end
-    "lint", "integration", "slurm", "isolated", "tests", "types", "huggingface(short)", "torch_free(smoke)",
-    "minimums(smoke)", "smoke_oldest", "docs",
+    "lint", "integration", "slurm", "isolated", "smoke_oldest", "tests", "types", "huggingface(short)",
+    "torch_free(smoke)", "minimums(smoke)", "docs",
 ]  # fmt: skip
 
 # One file pins what is tested, in every session; pip >= 25.3 reads the second name for the environments it builds in.
