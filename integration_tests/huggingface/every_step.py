@@ -145,8 +145,8 @@ def result(folder: Path) -> dict[str, Any]:
     with (folder / "runs/line/metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     clocks = ("runtime", "per_second", "train_loss", "total_flos")
-    kept = [{name: value for name, value in row.items() if not any(one in name for one in clocks)} for row in rows]
-    return {**json.loads((folder / "result.json").read_text()), "rows": kept}
+    rows = [{name: value for name, value in row.items() if not any(one in name for one in clocks)} for row in rows]
+    return {**json.loads((folder / "result.json").read_text()), "rows": rows}
 
 
 def main(case: str) -> int:

@@ -271,14 +271,14 @@ def test_the_best_of_evaluations_by_epochs_is_the_last_and_loaded(tmp_path: Path
     assert list(steps) == [8, 16, 24]
     assert all("eval_loss" in metrics for metrics in steps.values())
 
-    code, said = by_epochs(parts, BEST, STOP="16")
-    assert code == 143, said  # no scheduler restarts it here
-    assert "stopped at step 16, on request; everything is saved" in said
+    code, resumed = by_epochs(parts, BEST, STOP="16")
+    assert code == 143, resumed  # no scheduler restarts it here
+    assert "stopped at step 16, on request; everything is saved" in resumed
     newest = newest_complete(parts / "runs/line/checkpoints").checkpoint
     assert newest is not None
     assert "eval_loss" in newest.metadata["metrics"]
-    code, said = by_epochs(parts, BEST)
-    assert result(said) == result(output), said
+    code, resumed = by_epochs(parts, BEST)
+    assert result(resumed) == result(output), resumed
 
 
 def test_early_stopping_by_epochs_ends_the_run(tmp_path: Path) -> None:
@@ -297,11 +297,11 @@ def test_a_run_that_was_saved_at_its_last_step_takes_no_other(tmp_path: Path) ->
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, output = by_epochs(whole, "dict(max_steps=12)")
     assert code == 0, output
-    code, said = by_epochs(parts, "dict(max_steps=12)", DIE="1")
-    assert code == 9, said
-    code, said = by_epochs(parts, "dict(max_steps=12)")
-    assert code == 0, said
-    assert result(said) == result(output), said
+    code, resumed = by_epochs(parts, "dict(max_steps=12)", DIE="1")
+    assert code == 9, resumed
+    code, resumed = by_epochs(parts, "dict(max_steps=12)")
+    assert code == 0, resumed
+    assert result(resumed) == result(output), resumed
 
 
 @pytest.mark.full
@@ -310,16 +310,16 @@ def test_another_number_of_ranks_keeps_the_global_batch_or_is_refused(tmp_path: 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, output = by_epochs(whole, "dict(max_steps=12)", ranks=2)
     assert code == 0, output
-    code, said = by_epochs(parts, "dict(max_steps=12)", ranks=2, STOP="5")
-    assert "everything is saved" in said, said
-    code, said = by_epochs(parts, "dict(max_steps=12)")
+    code, resumed = by_epochs(parts, "dict(max_steps=12)", ranks=2, STOP="5")
+    assert "everything is saved" in resumed, resumed
+    code, resumed = by_epochs(parts, "dict(max_steps=12)")
     assert code != 0
-    assert "the run was trained with 2 ranks and would resume with 1" in said
-    assert "batch_policy: keep_global" in said
-    code, said = by_epochs(parts, "dict(max_steps=12)", OWN="dict(batch_policy='keep_global')")
-    assert code == 0, said
-    assert "gradient_accumulation_steps is 2 now" in said
-    [one], [other] = (re.findall(r"^weights \[\[(.*?)\]\]", text, re.MULTILINE)[:1] for text in (output, said))
+    assert "the run was trained with 2 ranks and would resume with 1" in resumed
+    assert "batch_policy: keep_global" in resumed
+    code, resumed = by_epochs(parts, "dict(max_steps=12)", OWN="dict(batch_policy='keep_global')")
+    assert code == 0, resumed
+    assert "gradient_accumulation_steps is 2 now" in resumed
+    [one], [other] = (re.findall(r"^weights \[\[(.*?)\]\]", text, re.MULTILINE)[:1] for text in (output, resumed))
     pairs = zip(one.split(","), other.split(","), strict=True)
     assert all(abs(float(a) - float(b)) < 1e-6 for a, b in pairs)
 

@@ -170,10 +170,9 @@ class Coordinator:
 
     def _handle(self, node: _Node, message: Message) -> None:
         kind, last = message["kind"], self._last if self._running else None
-        if kind == "hello" and not node.known:
-            self._welcome(node, message)
-        elif not node.known:
-            pass  # no launcher, or one that was refused
+        if not node.known:  # without a hello it is no launcher, or one that was refused
+            if kind == "hello":
+                self._welcome(node, message)
         elif kind == "ready":
             node.port = message["port"]
             self._came = time.monotonic()

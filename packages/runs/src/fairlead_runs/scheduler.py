@@ -108,20 +108,20 @@ def ask_for_jobs(
 ) -> dict[Path, JobStatus]:
     """What the schedulers say of the jobs of several runs, all within this time; others are left out."""
     deadline = time.monotonic() + timeout_s
-    asked: dict[str, list[str]] = {}
+    by_scheduler: dict[str, list[str]] = {}
     for job in dict.fromkeys(jobs.values()):
-        asked.setdefault(job.partition(":")[0], []).append(job)
+        by_scheduler.setdefault(job.partition(":")[0], []).append(job)
     questions: list[Callable[[], Mapping[str, JobStatus]]] = []
-    for names in asked.values():
+    for names in by_scheduler.values():
         queue = queue_of(names[0], plugins)  # loads plugins: not in threads
         if isinstance(queue, ListedQueue) and len(names) > _AT_ONCE:  # it may read all jobs of the cluster
             questions.append(partial(queue.job_statuses, names, environ, deadline))
         elif queue is not None:
-            questions += [partial(_one, queue, name, environ, deadline) for name in names]
+            questions += [partial(_ask_one, queue, name, environ, deadline) for name in names]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = {job: status for answer in pool.map(lambda ask: ask(), questions) for job, status in answer.items()}
     return {run: answers[job] for run, job in jobs.items() if job in answers}
 
 
-def _one(queue: JobQueue, job: str, environ: Mapping[str, str], deadline: float) -> Mapping[str, JobStatus]:
+def _ask_one(queue: JobQueue, job: str, environ: Mapping[str, str], deadline: float) -> Mapping[str, JobStatus]:
     return {job: queue.job_status(job, environ, deadline)} if time.monotonic() < deadline else {}
