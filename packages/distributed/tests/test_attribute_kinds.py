@@ -223,7 +223,7 @@ def test_an_object_that_is_made_while_training_is_named(made: Callable[[], Any])
     kept.begun()
     holder.late = made()
     assert {path[0] for path, _ in kept.state()["it"]} == {"held"}
-    assert kept.left == {"it.late": "it was made while training: make it in __init__, setup or on_fit_start"}
+    assert kept.left == {"it.late": "it was made while training: make it before the training begins, as in __init__"}
 
 
 def test_an_array_that_is_too_large_to_be_read_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

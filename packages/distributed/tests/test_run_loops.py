@@ -197,19 +197,7 @@ def test_what_would_train_or_save_something_else_is_an_error(
 
 
 def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Gradients left at an epoch's end, and batches from elsewhere."""
-    torch.manual_seed(1)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Run(tmp_path / "gradients", model=model, optimizer=optimizer) as run:
-        run.restore()
-        for _ in run.epochs(1):
-            for _, (x,) in enumerate(run.batches(loader(12))):
-                model(x).sum().backward()
-                if run.steps == 0:
-                    optimizer.zero_grad()
-                    run.step()
-    assert "the gradients of the last batches of an epoch" in capsys.readouterr().out
+    """Batches from elsewhere."""
     for run in opened(tmp_path / "elsewhere"):
         for _ in run.epochs(1):
             for _ in loader(8):

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,45 @@ def weights_of_a_gathered_one(root: Path) -> list[bool]:
             run.restore()
         same.append(torch.equal(full_parameters(model)["weight"], saved))
     return same
+
+
+class Scaled(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def sharded_with_gradients_left(root: Path) -> tuple[Any, Any]:
+    """FSDP2: an optimizer that steps every third time, and a counter; undisturbed, and interrupted after step 4."""
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(name: str, most: int, end: int) -> Any:
+        torch.manual_seed(5)
+        first, second = Scaled(4, 4), nn.Linear(4, 1)
+        for one in (first, second):
+            fully_shard(one)
+        often, seldom = (torch.optim.SGD(one.parameters(), lr=0.001) for one in (first, second))
+        with Run(root / name, a=first, b=second, o=often, p=seldom, checkpoint=EACH, max_steps=most, environ={}) as run:
+            run.restore()
+            for _ in run.batches(DataLoader(range(64), batch_size=2)):  # type: ignore[arg-type]
+                x = torch.full((2, 4), 1.0 + run.steps + dist.get_rank())
+                second(first(x)).sum().backward()
+                often.step()
+                often.zero_grad()
+                if run.steps % 3 == 2:
+                    seldom.step()
+                    seldom.zero_grad()
+                run.step()
+                if run.steps == end:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+        return [[one.tolist() for one in full_parameters(module).values()] for module in (first, second)]
+
+    expected = trained("undisturbed", 7, 0)
+    with suppress(Stopped):
+        trained("stopped", 7, 4)
+    return expected, trained("stopped", 7, 0)
 
 
 def unreadable_state_on_rank_one(root: Path) -> str:
@@ -234,6 +274,7 @@ def two_ranks(rank: int, root: Path) -> dict[str, Any]:
         "full": full_disk_on_rank_one(root / "full"),
         "shards": full_disk_under_shards(root / "shards", gather=False),
         "gathered": full_disk_under_shards(root / "gathered", gather=True),
+        "gradients": sharded_with_gradients_left(root / "gradients"),
         "weights": weights_of_a_gathered_one(root / "gathered"),
         "unreadable": unreadable_state_on_rank_one(root / "unreadable"),
         "damaged": damaged_part_of_rank_one(root / "damaged"),
@@ -301,6 +342,13 @@ def test_shards_may_find_the_disk_full_too(root: Path, found: list[dict[str, Any
     assert [e["step"] for e in events(run, "checkpoint")] == [1, 3]
     assert [e["step"] for e in events(run, "checkpoint-failed")] == [2]
     assert not list((run / "checkpoints").glob(".stage-*"))
+
+
+def test_sharded_gradients_that_wait_for_their_optimizer_outlive_a_stop(found: list[dict[str, Any]]) -> None:
+    """And what a module whose class `fully_shard` has replaced keeps in attributes."""
+    for one in found:
+        expected, resumed = one["gradients"]
+        assert resumed == expected
 
 
 def test_a_new_run_begins_with_the_weights_of_a_gathered_checkpoint(found: list[dict[str, Any]]) -> None:

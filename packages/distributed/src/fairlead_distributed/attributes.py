@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from fairlead.findings import Inexact
 from fairlead_distributed.object_fingerprint import fingerprint
 from fairlead_distributed.plain_data import (
     ATOMS,
@@ -109,6 +110,27 @@ class Attributes:
         if name in self._saved:
             self._mark_anew()  # others may hold the same objects, and have not changed by this
             self._put_back(self._holders[name], name, self._saved.pop(name))
+
+    def watch_module(self, name: str, module: nn.Module, without: frozenset[str] = OF_A_MODULE) -> None:
+        """Begins to watch a module; of a class of torch's, as `nn.Dropout`, only numbers and texts."""
+        # torch's fully_shard derives a class from the module's own.
+        kind = next(one for one in type(module).__mro__ if not one.__module__.startswith("torch.distributed.fsdp"))
+        if not is_engines(kind):
+            self.watch(name, module, without)
+        elif not kind.__module__.startswith("torchmetrics."):  # their sums are saved elsewhere
+            numbers = (key for key, one in vars(module).items() if isinstance(one, ATOMS) and key not in OF_A_MODULE)
+            self.watch(name, module, only=frozenset(numbers))
+
+    def reasons(self) -> Iterator[Inexact]:
+        """What has changed and cannot be saved."""
+        for path, why in sorted(self.left.items()):
+            yield Inexact(
+                path,
+                why=why,
+                fix="keep plain data there, give its class state_dict and load_state_dict, "
+                "or name what is to be saved in resume_attributes",
+                certain=False,
+            )
 
     def _watch_classes(self, kinds: set[type]) -> None:
         for kind in {base for one in kinds for base in one.__mro__}:
@@ -256,7 +278,7 @@ class Attributes:
             raise TypeError("its class holds it for all of its objects: keep it in an attribute of self")
         there = holder.kinds.get(path, (None, None))[0] is type(value)
         if self._begun and not there and (is_stateful(value) or self._is_gone_into(holder, value)):
-            raise TypeError("it was made while training: make it in __init__, setup or on_fit_start")
+            raise TypeError("it was made while training: make it before the training begins, as in __init__")
         stateful = is_stateful(value)
         plain = to_plain(value.state_dict() if stateful else value, "its state" if stateful else "it")
         size = _size(plain)

@@ -11,9 +11,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from fairlead.config import CheckpointConfig
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
+from fairlead_distributed.full_state import plain_name
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import broadcast_object, gather_objects
 from fairlead_distributed.rng import set_rng_state
@@ -202,7 +205,12 @@ class RunCheckpoints(Commits):
         if form == "replicated":
             return _shared(file)
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_state_dict,
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
 
         options = StateDictOptions(full_state_dict=form == "gathered", cpu_offload=form == "gathered")
         optimizers = list(self._registry.shared_optimizers().values())
@@ -217,7 +225,9 @@ class RunCheckpoints(Commits):
             with _without_torchs_advice():
                 dcp.load(parts, checkpoint_id=file)
             model, states = parts[MODEL], parts[OPTIMIZERS]
-        set_state_dict(module, optimizers, model_state_dict=model, optim_state_dict=states, options=options)
+        set_model_state_dict(module, model, options=options)
+        for optimizer in optimizers:
+            set_optimizer_state_dict(module, optimizer, _part_of(states, optimizer, module), options=options)
         return shared
 
     def _same_ranks(self, checkpoint: Checkpoint) -> bool:
@@ -285,6 +295,14 @@ def _of_a_run(file: Path) -> Checkpoint:
             fix="name a folder under a run's checkpoints/; load another file yourself before the loop",
         ) from error
     return checkpoint
+
+
+def _part_of(states: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """One optimizer's part of the states of all: torch finds it by itself only where each has some (plain SGD)."""
+    owned = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    names = {plain_name(name) for name, one in module.named_parameters(remove_duplicate=False) if id(one) in owned}
+    groups = [one for one in states["param_groups"] if not one["params"] or not names.isdisjoint(one["params"])]
+    return {"state": {name: states["state"][name] for name in states["state"] if name in names}, "param_groups": groups}
 
 
 def _shared(file: Path) -> dict[str, Any]:

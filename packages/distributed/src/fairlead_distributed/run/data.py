@@ -116,7 +116,10 @@ class Source:
         if self._kind == "ordered":
             self._load_order(saved["state"])
         elif self._kind == "stateful" and self._same_ranks:
-            self._ready.load_state_dict(from_plain(saved["state"]))
+            if saved["state"] is not None:
+                self._ready.load_state_dict(from_plain(saved["state"]))
+            elif self.inexact is None:
+                self.inexact = begins_anew(self._ready)
         elif not self.over:
             self.batches = 0
 
@@ -171,8 +174,16 @@ class Source:
 
     def next_epoch(self) -> None:
         """Goes to the beginning of the next epoch."""
+        if self._saved is not None:  # this start has not read it: the rest of that epoch is left out
+            self._saved = {**self._saved, "state": self._at_beginning(self._saved)}
         self.epoch, self.batches, self.over = self.epoch + 1, 0, False
         self.passed = False
+
+    def _at_beginning(self, saved: Mapping[str, Any]) -> Any:
+        """A saved state, as it is when the next epoch begins; None: only the loader itself could go there."""
+        if saved["kind"] == "ordered":
+            return {**saved["state"], "consumed": 0}
+        return saved["state"] if self.over else None
 
     def state(self) -> dict[str, Any]:
         """Where it is, as plain data, for a checkpoint of this rank.

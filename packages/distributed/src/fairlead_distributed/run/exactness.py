@@ -39,6 +39,7 @@ def loop_reasons(registry: Registry) -> Iterator[Inexact]:
                 why="some belong to no registered module: they are in no checkpoint",
                 fix="register their module: Run(..., head=head)",
             )
+    yield from registry.attributes.reasons()
     if any(one.device.type == "cuda" for module in modules.values() for one in module.parameters()):
         yield from kernel_reasons(
             lambda name, value: (

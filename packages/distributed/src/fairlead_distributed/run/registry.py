@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed._sharded import is_dtensor, is_fsdp1
+from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.divergence import Entry as TensorEntry
 from fairlead_distributed.divergence import entry_of
 from fairlead_distributed.full_state import named_as, plain_state
@@ -51,10 +52,14 @@ class Registry:
 
     Random generators (`torch.Generator`, `numpy.random.Generator`, `random.Random`) are taken as well. Modules and
     optimizers that Fabric or Accelerate has wrapped are looked into.
+
+    Attributes:
+        attributes: What the modules keep in attributes.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self.attributes = Attributes()
 
     def add(self, name: str, value: Any, *, per_rank: bool = False) -> None:
         """Registers an object.
@@ -166,11 +171,22 @@ class Registry:
             if name != OWN:
                 _load(self._entries[name], state, file)
 
+    def watch_attributes(self) -> None:
+        """Begins to watch what the modules keep in attributes, before anything is restored."""
+        modules = self.modules()
+        self.attributes.elsewhere(
+            *(one.value for one in self), *(part for one in modules.values() for part in one.modules())
+        )
+        for name, module in modules.items():
+            for path, part in module.named_modules(prefix=name):
+                self.attributes.watch_module(path, part)
+
     def rank_state(self, *, buffers: bool) -> dict[str, Any]:
         """What this rank saves; `buffers`: those of its modules too, as not all are in the shared state."""
         return {
             "objects": {one.name: _state_of(one) for one in self if one.per_rank},
             "modules": {name: module_state(one, buffers=buffers) for name, one in self.modules().items()},
+            "attributes": self.attributes.state(),
             "rng": rng_state(),
         }
 
@@ -182,6 +198,7 @@ class Registry:
         for name, module in self.modules().items():
             with loading(f"what a rank has saved of {name}", file):
                 (restore_module if same_ranks else restore_flags)(module, state["modules"][name])
+        self.attributes.restore(state.get("attributes", {}))
 
     def require_same(self, saved: Any, where: Path) -> None:
         """Raises where the names that a manifest gives are not those of this run."""

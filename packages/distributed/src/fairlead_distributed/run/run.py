@@ -23,13 +23,15 @@ from fairlead_distributed.divergence import replicated_tensors
 from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.loader_workers import protect_workers
-from fairlead_distributed.objects import broadcast_object
+from fairlead_distributed.object_fingerprint import fingerprint
+from fairlead_distributed.objects import broadcast_object, gather_objects
 from fairlead_distributed.ordered_loader import Replicas, loader_batch_size
-from fairlead_distributed.plain_data import from_plain
+from fairlead_distributed.plain_data import from_plain, put_back
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
 from fairlead_distributed.run.commits import CLOCK_STEPS
 from fairlead_distributed.run.data import Source, replicas_here
 from fairlead_distributed.run.exactness import ExactnessRecord, loop_reasons
+from fairlead_distributed.run.gradients import Gradients
 from fairlead_distributed.run.loading import load_weights
 from fairlead_distributed.run.open_run import OpenRun, Stopped
 from fairlead_distributed.run.registry import Registry, serialize
@@ -167,8 +169,12 @@ class Run(OpenRun):
         self._samples = SampleCheck(print, _SAMPLES) if check_samples else None
         self._saves: RunCheckpoints | None = None
         self._restored = self._in_epochs = False
+        self._left_within = False  # `max_steps` ended the loop within this epoch, and its body is over
+        self._given: list[str] = []  # the keys of `state` that the script sets before `restore`
+        self._gradients: Gradients | None = None
+        self._saved_contents: object = None
         self._sources: dict[str, Source] = {}
-        self._saved_sources: Mapping[str, Any] = {}
+        self._unread: dict[str, Source] = {}  # those of the checkpoint that this start has not read yet
         self._same_ranks = True
         self._data: Replicas | None = None
         self._seed = 0
@@ -176,7 +182,6 @@ class Run(OpenRun):
         self._save_requested = False  # for a checkpoint, by `save`
         self._stepped = self._just_stepped = False
         self._loop_source: Source | None = None  # the first that gave a batch since the last boundary: it has the loop
-        self._unstepped = 0  # batches since the last step
         self._seen: list[Inexact] = []
         self._exactness: ExactnessRecord | None = None
         self._phase = _TRAIN
@@ -269,21 +274,34 @@ class Run(OpenRun):
             session, self._registry, self._checkpoint, None, finite=True, gather=False
         )
         saves.layout = self._registry.layout()
+        self._registry.watch_attributes()
+        self._given = list(self.state)
         self._seed = int(broadcast_object(torch.initial_seed()))
         self._data = replicas_here(saves.layout, self._registry)
         file = session.checkpoint
         own = file is not None and file.is_relative_to(session.path)
         positions: Mapping[str, Any] = {}
+        mine: Mapping[str, Any] = {}
         if file is not None:
             metadata, shared, mine, self._same_ranks = saves.load(file)
             self.steps, self.epoch, self._seed = int(metadata["step"]), int(metadata["epoch"]), int(shared["seed"])
-            self.state.update(from_plain(shared["state"]))
-            self._saved_sources = mine["loaders"]
+            self._restore_state(shared)
+            self._left_within = bool(shared.get("left_within"))
+            for name, saved in mine["loaders"].items():
+                self._unread[name] = Source(name, saved, same_ranks=self._same_ranks)
             saves.monitor = saves.monitor or metadata.get("monitor")  # or the best so far would be deleted
             saves.saved = self._position() if own else None
+            self._saved_contents = self._contents()
             positions = shared if own else {}
+        if self.steps:
+            for optimizer in self._registry.optimizers().values():
+                vars(optimizer)["_opt_called"] = True  # or torch warns of a scheduler that steps first in this start
+        self._registry.attributes.begun()
         self._restored = True
         if self.finished is None:
+            self._gradients = Gradients(self._registry.modules(), self._registry.optimizers())
+            self._hooks += self._gradients.watch()
+            self._restore_gradients(mine.get("gradients", {}))
             self._log_from(self.steps if own else None, positions, self._settings())
             self._measure(session)
             session.begin(step=self.steps, epoch=self.epoch)
@@ -294,6 +312,18 @@ class Run(OpenRun):
             saves.restore_generators(mine, self.steps, rank, same_ranks=self._same_ranks)
         session.beat("first-batch", self.steps)
         return file is not None
+
+    def _restore_state(self, shared: Mapping[str, Any]) -> None:
+        """Into the objects that the script has put there; a key that it has deleted since does not come back."""
+        here = {key: value for key, value in self.state.items() if key not in shared.get("deleted", ())}
+        put_back(self.state, {**here, **from_plain(shared["state"])})
+
+    def _restore_gradients(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        assert self._gradients is not None
+        if self._same_ranks:
+            self._gradients.restore(saved)
+        elif any(saved.values()):
+            self._add_reason(_GRADIENTS)
 
     def _measure(self, session: RunSession) -> None:
         """Has the session know what a step's time goes into."""
@@ -337,10 +367,18 @@ class Run(OpenRun):
                 "there is no last epoch", where="Run.epochs()", fix="run.epochs(10), or Run(max_epochs=10)"
             )
         self._in_epochs = True
+        # Stopped at the last step: what follows the batches in the body of that epoch is not done yet.
+        unfinished = (
+            self._steps_done() and not self._left_within and any(one.batches or one.over for one in self._all_sources())
+        )
         try:
-            while self.finished is None and (most is None or self.epoch < most) and not self._steps_done():
+            while self.finished is None and (most is None or self.epoch < most):
+                if self._steps_done() and not unfinished:
+                    return
+                unfinished = self._left_within = False
                 yield self.epoch
                 if self._steps_done() and not all(one.over for one in self._sources.values()):
+                    self._left_within = True
                     return  # within an epoch: more steps continue in it
                 self._end_epoch()
                 self._at_boundary()
@@ -408,7 +446,6 @@ class Run(OpenRun):
         self.steps += 1
         self._latest_metrics = {}
         self._stepped = self._just_stepped = True
-        self._unstepped = 0
         self._just_ended.add("step")
         if self._in_epochs and not self._sources:
             self._add_reason(_NO_BATCHES)
@@ -421,6 +458,8 @@ class Run(OpenRun):
 
     def due(self, *, every: int) -> bool:
         """Whether a multiple of so many steps was just done, as for a validation."""
+        if not self._sources and self._just_stepped:
+            self._add_reason(_BEHIND_STEP)
         return self._just_stepped and self.steps % every == 0
 
     @contextmanager
@@ -469,10 +508,12 @@ class Run(OpenRun):
         self._require_training("save()")
         self._save_requested = True
         if not self._sources:
+            assert self._saves is not None
+            self._saves.saved = None  # `state` may hold more than when `step` has saved
             self._at_boundary()
 
     def finish(self, **metrics: Any) -> None:
-        """Saves the result and records the run's end; a `with` block that ends by itself does so too.
+        """Saves the result, as it is now, and records the run's end; a `with` block that ends by itself does so too.
 
         Args:
             metrics: What was measured of the result.
@@ -487,7 +528,8 @@ class Run(OpenRun):
         assert saves is not None
         if metrics:
             self.log(metrics)
-            saves.saved = None
+        if any(gather_objects(bool(metrics) or self._contents() != self._saved_contents)):
+            saves.saved = None  # what the loop has changed after the last step is in the result
         if self._stepped:
             self._compare()
         position = self._position()
@@ -511,9 +553,11 @@ class Run(OpenRun):
         requested, self._save_requested = self._save_requested, False
         if not ended and not requested:
             return
-        session, boundary = self._opened(), self._boundary
+        session, boundary, gradients = self._opened(), self._boundary, self._gradients
         assert boundary is not None
+        assert gradients is not None
         self._loop_source = None
+        gradients.boundary((self.steps, self._batches))
         agreed = boundary.agreed()
         if agreed == "stop":
             self._stop()
@@ -543,17 +587,17 @@ class Run(OpenRun):
             return True
         session.beat("save", self.steps)
         self._compare()
-        if self._unstepped and any(one.grad is not None for one in self._registry.model().parameters()):
-            self._add_reason(_GRADIENTS)
+        assert self._gradients is not None
+        self._gradients.boundary((self.steps, self._batches))
         # Flushes metrics.csv as well, so that no checkpoint is ahead of it.
         shared = {
             "seed": self._seed,
             "state": serialize(self.state, "run.state"),
+            "deleted": [key for key in self._given if key not in self.state],
+            "left_within": self._left_within,
             **self._log_positions(),
         }
-        own = {"loaders": {name: one.state() for name, one in self._sources.items()}}
-        unread = {name: one for name, one in self._saved_sources.items() if name not in own["loaders"]}
-        own["loaders"].update(unread)
+        own = {"loaders": {one.name: one.state() for one in self._all_sources()}, "gradients": self._gradients.state()}
         replicas = self._replicas_of_data()
         count = replicas.count if replicas is not None else get_world_size()
         metadata = {
@@ -564,7 +608,8 @@ class Run(OpenRun):
         }
         metrics = {name: number(name, value) for name, value in self._latest_metrics.items()}
         saved = saves.save(self.steps, own, shared, metrics, metadata, position=self._position())
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_contents = time.monotonic(), self._contents()
+        self._record_reasons()
         session.beat(self._phase, self.steps)
         return saved
 
@@ -599,8 +644,9 @@ class Run(OpenRun):
     def _source(self, name: str, loader: Any) -> Source:
         source = self._sources.get(name)
         if source is None:
-            source = Source(name, self._saved_sources.get(name), same_ranks=self._same_ranks)
-            if name not in self._saved_sources:
+            source = self._unread.pop(name, None)
+            if source is None:
+                source = Source(name, None, same_ranks=self._same_ranks)
                 source.epoch = self.epoch
             self._sources[name] = source
         if source.running:
@@ -639,7 +685,6 @@ class Run(OpenRun):
                     return
                 source.took()
                 self._loop_source = source if self._leads(source) else self._loop_source
-                self._unstepped += 1
                 self._just_stepped = False
                 self._batches += 1
                 if self._samples is not None and self._samples.saw(batch):
@@ -676,7 +721,7 @@ class Run(OpenRun):
 
     def _end_epoch(self, only: Source | None = None) -> None:
         self._compare_samples()
-        for source in [only] if only is not None else self._sources.values():
+        for source in [only] if only is not None else self._all_sources():
             source.next_epoch()
         # Without `epochs` those of the loader `train` are the run's; where none is called so, of the one that leads.
         train = self._sources.get(_TRAIN)
@@ -689,9 +734,17 @@ class Run(OpenRun):
 
     def _position(self) -> object:
         """Where the training is: what a checkpoint is worth saving for."""
-        over = [one.over for one in self._sources.values()]
-        over += [bool(one["over"]) for name, one in self._saved_sources.items() if name not in self._sources]
-        return self.steps, self.epoch, self._batches, any(over)
+        over = any(one.over for one in self._all_sources())
+        return self.steps, self.epoch, self._batches, over, self._left_within
+
+    def _all_sources(self) -> list[Source]:
+        return [*self._sources.values(), *self._unread.values()]
+
+    def _contents(self) -> object:
+        """Changes with the weights and `state`, on this rank."""
+        tensors = [*self._registry.model().parameters(), *self._registry.model().buffers()]
+        versions = [(id(one), None if one.is_inference() else one._version) for one in tensors]
+        return versions, fingerprint(self.state, {})
 
     def progress(self) -> object:
         """Changes with each batch and step."""
@@ -772,10 +825,17 @@ _NO_BATCHES: Final = Inexact(
     why="the loop in run.epochs() takes no batch from run.batches(): a resume begins the epoch anew",
     fix="for x, y in run.batches(loader)",
 )
+_BEHIND_STEP: Final = Inexact(
+    "what the loop does after run.step()",
+    why="the loop takes no batch from run.batches(): a stop ends the run within step(), and a checkpoint of that step "
+    "is resumed behind it",
+    fix="for batch in run.batches(loader); or do it before run.step(), where (run.steps + 1) % 500 == 0",
+    certain=False,
+)
 _GRADIENTS: Final = Inexact(
-    "the gradients of the last batches of an epoch",
-    why="no run.step() followed them: a resume from the end of the epoch begins without them",
-    fix="step at the end of an epoch, too, or optimizer.zero_grad(), and count the batches of each epoch anew",
+    "gradients that no optimizer had used yet",
+    why="they are of each rank, and another number of ranks continues without them",
+    fix="resume with as many ranks, or from a checkpoint after a step of the optimizer",
 )
 _REPLICAS: Final = (
     "A buffer that differs on purpose: Run(local_buffers=[its name]). Modules that differ by rank:\n"

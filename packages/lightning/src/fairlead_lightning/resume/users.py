@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
-from fairlead_distributed.plain_data import ATOMS, OF_A_MODULE, is_engines, is_stateful, is_users_class
+from fairlead_distributed.plain_data import is_engines, is_stateful, is_users_class
 from fairlead_distributed.run.memory import Owner
 
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
@@ -75,14 +75,7 @@ class Users:
 
     def reasons(self) -> Iterator[Inexact]:
         """What has changed and cannot be saved."""
-        for path, why in sorted(self.attributes.left.items()):
-            yield Inexact(
-                path,
-                why=why,
-                fix="keep plain data there, give its class state_dict and load_state_dict, "
-                "or name what is to be saved in resume_attributes",
-                certain=False,
-            )
+        yield from self.attributes.reasons()
         if self._trainer is not None:
             yield from self._replaced(self._trainer.lightning_module)
             yield from _nested(self._trainer.optimizers)
@@ -129,12 +122,7 @@ def _watch(trainer: L.Trainer, attributes: Attributes) -> None:
     attributes.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
     attributes.watch("trainer", trainer, only=_SET_IN_TRAINING)
     for path, module in model.named_modules():
-        name, kind = f"model {path}".rstrip(), type(module)
-        if not is_engines(kind):
-            attributes.watch(name, module, _not_watched(module))
-        elif not kind.__module__.startswith("torchmetrics."):  # their sums are saved elsewhere
-            numbers = (key for key, one in vars(module).items() if isinstance(one, ATOMS) and key not in OF_A_MODULE)
-            attributes.watch(name, module, only=frozenset(numbers))
+        attributes.watch_module(f"model {path}".rstrip(), module, _not_watched(module))
     count: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__name__
