@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 
 from fairlead.errors import did_you_mean
-from fairlead.user_code.lookup import CallableInfo, Problem, failing_import, find_callable, split_spec
+from fairlead.user_code.lookup import CallableInfo, Problem, find_callable, split_spec
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import Sources
 
@@ -19,7 +18,6 @@ _WRONG: dict[str, tuple[type, ...]] = {
     "bool": (str, list, dict),
     "str": (bool, int, float, list, dict),
 }
-_TAKES_TEXT = ("isinstance", "float", "int", "str", "eval", "getattr", "type")
 
 
 def is_spec(value: object) -> bool:
@@ -47,9 +45,6 @@ def check_spec(
 def _check(cls: str, args: Mapping[str, object], sources: Sources, path: tuple[str | int, ...]) -> Iterator[Problem]:
     found = find_callable(cls, sources.root, sources=sources)
     problems = [found] if isinstance(found, Problem) else list(_arguments(found, args))
-    failing = failing_import(cls, sources)
-    if failing is not None:  # also why its base class could not be read
-        problems = [failing, *(one for one in problems if one != failing and one.code != "class-unchecked")]
     yield from (_at(problem, path) for problem in problems)
     for name, value in args.items():
         yield from _nested(value, sources, (*path, "args", _key(name)))
@@ -151,10 +146,6 @@ def _source(found: CallableInfo) -> str | None:
 def _type(found: CallableInfo, parameter: Parameter, value: object) -> Iterator[Problem]:
     """Only what is certain: a builtin scalar annotation, taken literally, and a value of another kind."""
     if parameter.annotation is Parameter.empty:
-        if isinstance(value, str) and _computes_with(found, parameter):
-            what = f"{found.name} takes {parameter.name} as a number, not {value!r:.60}"
-            number = f"write a number, as {parameter.name}: {parameter.default}"
-            yield Problem("wrong-type", ("args", parameter.name), what, _source(found), number)
         return
     wanted = parameter.annotation.strip("'\"").removesuffix(" | None")
     if not isinstance(value, _WRONG.get(wanted, ())) or is_spec(value):
@@ -169,40 +160,3 @@ def _type(found: CallableInfo, parameter: Parameter, value: object) -> Iterator[
     if wanted == "bool" and isinstance(value, str):
         fix = "write true or false"
     yield Problem("wrong-type", ("args", parameter.name), what, _source(found), fix)
-
-
-def _computes_with(found: CallableInfo, parameter: Parameter) -> bool:
-    """Whether a parameter without annotation is certainly a number: by its default, and by what the source does.
-
-    A default with a fraction is enough; `padding=0` may be "same", so an integer has to be computed with.
-    """
-    try:
-        default = ast.literal_eval(parameter.default) if parameter.default is not Parameter.empty else None
-    except ValueError:
-        return False
-    if type(default) not in (int, float) or found.node is None:
-        return False
-    own = [node for node in ast.walk(found.node) if _is_it(node, parameter.name)]
-    computed = isinstance(default, float)
-    for node in ast.walk(found.node):
-        if isinstance(node, ast.Compare):  # `lr == "auto"`: text has a meaning there
-            sides = [node.left, *node.comparators]
-            if any(one in own for one in sides) and not all(_may_be_number(one) for one in sides):
-                return False
-        elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Add | ast.Mod | ast.BitOr):
-            computed = computed or node.left in own or node.right in own
-        elif isinstance(node, ast.Call):
-            if getattr(node.func, "id", None) in _TAKES_TEXT and any(one in own for one in node.args):
-                return False
-            computed = computed or any(k.arg == "lr" and k.value in own for k in node.keywords)
-    return computed
-
-
-def _is_it(node: ast.AST, name: str) -> bool:
-    """`lr`, `self.lr` or `self.hparams.lr`."""
-    return (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
-
-
-def _may_be_number(node: ast.expr) -> bool:
-    literal = [one for one in ast.walk(node) if isinstance(one, ast.Constant)]
-    return not any(isinstance(one.value, str) for one in literal)

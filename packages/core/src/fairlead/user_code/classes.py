@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
 from inspect import Parameter, Signature
 
 from fairlead.user_code.source import NotKnownError, SourceError
@@ -84,6 +83,8 @@ _PLAIN_CLASS = frozenset(
     ("typing.final", "typing.runtime_checkable", "functools.total_ordering", "warnings.deprecated")
 )
 _NO_INIT = frozenset(("typing.Generic", "typing.Protocol", "abc.ABC"))
+_DATACLASS = "dataclasses.dataclass"
+_NO_FIELDS = ("ClassVar", "InitVar", "KW_ONLY")
 _REWRITES = ("__init__", "__new__", "__signature__", "dataclass")
 
 
@@ -113,8 +114,8 @@ class _ClassReader:
                 return self._inherited(entry, index)
             if "__init__" in entry.own:
                 return self._init(entry)
-            if self._dataclass(entry) is not None:
-                return self._dataclass_fields(index)
+            if self._is_dataclass(entry):
+                return self._fields(entry)
             if "__new__" in entry.own:
                 raise NotKnownError(f"{entry.node.name} has a __new__")
         return Signature()
@@ -124,7 +125,7 @@ class _ClassReader:
         name = entry.node.name
         for decorator in entry.node.decorator_list:
             known = qualified(self.resolver, entry, decorator)
-            if known not in _PLAIN_CLASS and known != "dataclasses.dataclass":
+            if known not in _PLAIN_CLASS and known != _DATACLASS:
                 return f"a decorator of {name} may change what it takes"
         for keyword in entry.node.keywords:
             if keyword.arg != "metaclass":
@@ -163,28 +164,32 @@ class _ClassReader:
                     raise NotKnownError(f"{other.node.name} has a __new__")
         return from_arguments(real[0].args, drop_first=True)
 
-    def _dataclass(self, entry: ClassSymbol) -> ast.expr | None:
-        """The decorator, unless it says init=False."""
-        for decorator in entry.node.decorator_list:
-            if qualified(self.resolver, entry, decorator) == "dataclasses.dataclass" and not (
-                isinstance(decorator, ast.Call) and any(_is_false(k, "init") for k in decorator.keywords)
-            ):
-                return decorator
-        return None
+    def _is_dataclass(self, entry: ClassSymbol) -> bool:
+        return any(qualified(self.resolver, entry, d) == _DATACLASS for d in entry.node.decorator_list)
 
-    def _dataclass_fields(self, index: int) -> Signature:
-        tail = self.mro[index:]
-        for entry in tail:
-            if isinstance(entry, Opaque):
-                raise NotKnownError(entry.reason)
-        return _fields(self.resolver, [e for e in tail if isinstance(e, ClassSymbol)])
+    def _fields(self, entry: ClassSymbol) -> Signature:
+        """The generated `__init__` of a dataclass without bases; `NotKnownError` for what may leave a field out."""
+        options = [k.arg for d in entry.node.decorator_list if isinstance(d, ast.Call) for k in d.keywords]
+        plain = not entry.node.bases and not {"init", None} & set(options)
+        fields: list[Parameter] = []
+        for name, bindings in entry.own.items():
+            node = bindings[-1].node
+            if not isinstance(node, ast.AnnAssign):
+                continue
+            default = node.value
+            if isinstance(default, ast.Call) and qualified(self.resolver, entry, default) == "dataclasses.field":
+                given = {keyword.arg: keyword.value for keyword in default.keywords}
+                plain = plain and not {"init", None} & set(given)
+                default = given.get("default", given.get("default_factory"))
+            plain = plain and len(bindings) == 1 and not bindings[0].conditional
+            plain = plain and not any(word in _text(node.annotation) for word in _NO_FIELDS)
+            fields.append(parameter(name, node.annotation, default))
+        if not plain:
+            raise NotKnownError(f"{entry.node.name} is a dataclass with more than plain fields of its own")
+        return Signature(fields)
 
 
 _ENDS = (*(KnownSymbol(name) for name in _NO_INIT), OBJECT)
-
-
-def _is_false(keyword: ast.keyword, name: str) -> bool:
-    return keyword.arg == name and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
 
 
 def _mentions(node: ast.AST, words: tuple[str, ...]) -> bool:
@@ -193,53 +198,3 @@ def _mentions(node: ast.AST, words: tuple[str, ...]) -> bool:
         if name == "setattr" or (isinstance(name, str) and any(word in name for word in words)):
             return True
     return False
-
-
-def _annotated(resolver: Resolver, cls: ClassSymbol) -> Iterator[tuple[str, ast.AnnAssign, str]]:
-    """Field name, statement and the full name of the annotation's outermost part; ClassVar left out."""
-    for binding_list in cls.own.values():
-        for binding in binding_list:
-            node = binding.node
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                annotation = node.annotation
-                if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-                    try:
-                        annotation = ast.parse(annotation.value, mode="eval").body
-                    except (SyntaxError, ValueError, RecursionError, MemoryError):
-                        annotation = node.annotation
-                kind = qualified(resolver, cls, annotation)
-                if kind != "typing.ClassVar":
-                    yield node.target.id, node, kind
-
-
-def _fields(resolver: Resolver, mro: Sequence[ClassSymbol]) -> Signature:
-    """The generated `__init__` of the first class of an MRO; fields of bases come first.
-
-    Source: `dataclasses._process_class`: only bases that are dataclasses themselves contribute.
-    """
-    fields: dict[str, Parameter | None] = {}  # None: no parameter (init=False)
-    for cls in reversed(mro):
-        if not any(qualified(resolver, cls, d) == "dataclasses.dataclass" for d in cls.node.decorator_list):
-            continue
-        for name, node, kind in _annotated(resolver, cls):
-            if kind == "dataclasses.KW_ONLY":
-                continue
-            if any(b.conditional for b in cls.own[name]):
-                raise NotKnownError(f"{cls.node.name} decides at run time which fields it has")
-            default = node.value
-            if isinstance(default, ast.Call) and qualified(resolver, cls, default) == "dataclasses.field":
-                given = {keyword.arg: keyword.value for keyword in default.keywords}
-                if None in given:
-                    raise NotKnownError(f"the field {name} of {cls.node.name} is computed")
-                init = given.get("init")
-                if init is not None and not isinstance(init, ast.Constant):
-                    raise NotKnownError(f"the field {name} of {cls.node.name} is computed")
-                if isinstance(init, ast.Constant) and not init.value:
-                    fields[name] = None
-                    continue
-                default = given.get("default", given.get("default_factory"))
-            annotation = node.annotation
-            if kind == "dataclasses.InitVar" and isinstance(annotation, ast.Subscript):
-                annotation = annotation.slice
-            fields[name] = parameter(name, annotation, default)
-    return Signature([field for field in fields.values() if field is not None])

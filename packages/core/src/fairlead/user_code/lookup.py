@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from inspect import Signature
 from pathlib import Path
 
 from fairlead.errors import did_you_mean
 from fairlead.user_code.classes import signature_of
-from fairlead.user_code.imports import broken_import
 from fairlead.user_code.roots import CodeRoot
 from fairlead.user_code.source import NotKnownError, SourceError, Sources
 from fairlead.user_code.symbols import (
@@ -54,7 +52,6 @@ class CallableInfo:
     unknown: str | None = None
     file: Path | None = None
     line: int | None = None
-    node: ast.AST | None = field(default=None, compare=False, repr=False)
 
 
 class _SpecError(Exception):
@@ -94,26 +91,6 @@ def find_callable(spec: str, root: CodeRoot, *, sources: Sources | None = None) 
         return _problem("class-unchecked", f"{spec} is too deeply nested to read")
 
 
-def failing_import(spec: str, sources: Sources) -> Problem | None:
-    """The problem of an import that certainly fails when the module of a spec is imported."""
-    try:
-        resolver, module, _ = _module_of(spec, sources)
-        broken = broken_import(module, resolver)
-    except (_SpecError, NotKnownError, RecursionError):
-        return None
-    except SourceError as error:
-        return _does_not_parse(error)
-    if broken is None:
-        return None
-    if broken.missing is None:
-        code, fix = "class-not-found", f"did you mean {broken.near!r}?" if broken.near else "correct the import"
-    else:
-        code = "module-not-found"
-        install = f"install it where the job runs (pip install {broken.missing}, or what its package is called)"
-        fix = f"did you mean {broken.near}? Else {install}" if broken.near else f"{install}, or correct the import"
-    return _problem(code, broken.what, f"{broken.file}:{broken.line}", fix)
-
-
 def _does_not_parse(error: SourceError) -> Problem:
     line = f":{error.line}" if error.line else ""
     return _problem("class-syntax", f"{error.file}{line} does not parse", error.message, "correct the file")
@@ -137,7 +114,7 @@ def _find(spec: str, sources: Sources) -> CallableInfo:
         signature = signature_of(resolver, symbol)
     except NotKnownError as error:
         unknown = str(error)
-    return CallableInfo(spec, name, signature, unknown, symbol.module.file, symbol.node.lineno, symbol.node)
+    return CallableInfo(spec, name, signature, unknown, symbol.module.file, symbol.node.lineno)
 
 
 def _module_of(spec: str, sources: Sources) -> tuple[Resolver, str, str]:
@@ -190,15 +167,10 @@ def lacks_method(spec: str, method: str, sources: Sources) -> list[str] | None:
 
 
 def _may_set(cls: ClassSymbol, method: str) -> bool:
-    """Whether a class has an attribute, or its module sets one of that name or of a name that is not known."""
+    """Whether a class has an attribute, or its module may set it."""
     if method in cls.own or "__getattr__" in cls.own:
         return True
-    for node in ast.walk(ast.parse(cls.module.text)):
-        if isinstance(node, ast.Attribute) and node.attr == method and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.Name) and node.id == "setattr":
-            return True
-    return False
+    return re.search(rb"\bsetattr\b|\.%s\b" % method.encode(), cls.module.text) is not None
 
 
 def _guess(dotted: str, sources: Sources) -> tuple[str, str]:

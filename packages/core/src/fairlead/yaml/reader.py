@@ -112,8 +112,8 @@ def _loader() -> Any:
 class _Reader:
     """From PyYAML's nodes to data: every key a name that stands once in its mapping, each alias a bounded copy."""
 
-    def __init__(self, text: str, source: str) -> None:
-        self.text, self.source = text, source
+    def __init__(self, source: str) -> None:
+        self.source = source
         self.lines: dict[Path, int] = {}
         self.seen: set[int] = set()  # PyYAML puts the node that an anchor names in place of each alias
         self.inside: list[int] = []
@@ -142,9 +142,7 @@ class _Reader:
     def enter(self, node: yaml.Node) -> None:
         """Bounds what aliases may add: a few lines of them can stand for gigabytes."""
         if id(node) in self.inside:
-            alias = self.alias_in(node)
-            what = f"the alias *{alias.anchor} is inside the value that &{alias.anchor} names"
-            raise self.error(_line(alias), what, why="it has no end")
+            raise self.error(node, "an alias is inside the value that its own anchor names", why="it has no end")
         if not isinstance(node, yaml.ScalarNode) and node.tag != _TAG + _COLLECTIONS[type(node)]:
             raise self.unknown_tag(node)
         self.aliased += id(node) in self.seen
@@ -154,16 +152,9 @@ class _Reader:
             why = f"written out they hold more than {MAX_ALIASED_VALUES} values or {MAX_DEPTH} levels"
             raise self.error(node, "the aliases of this file grow too large", why=why)
 
-    def alias_in(self, node: Any) -> yaml.AliasEvent:
-        """The alias of a node in the node itself."""
-        start, end = node.start_mark.index, node.end_mark.index
-        events: Any = yaml.parse(self.text, Loader=_loader())
-        inside = [event for event in events if start <= event.start_mark.index < end]
-        return next(e for e in inside if isinstance(e, yaml.AliasEvent) and e.anchor == inside[0].anchor)
-
     def scalar(self, node: yaml.ScalarNode) -> Scalar:
         tag, text = node.tag, str(node.value)
-        if tag == _TAG + "str" or (tag == _PLAIN and self.is_non_specific(node)):
+        if tag == _TAG + "str":
             return text
         try:
             value = resolve_plain(text)
@@ -179,11 +170,6 @@ class _Reader:
         if type(value) is not _TYPES[kind]:
             raise self.error(node, f"{text[:40]!r} is not a !!{kind}")
         return value
-
-    def is_non_specific(self, node: yaml.ScalarNode) -> bool:
-        """`! 1` is text; PyYAML's composer takes the tag `!` for none."""
-        written = self.text[node.start_mark.index : node.end_mark.index]
-        return written.startswith(("!", "&")) and "!" in written.split()[:2]
 
     def unknown_tag(self, node: yaml.Node) -> ConfigError:
         tag = str(node.tag).replace(_TAG, "!!")
@@ -266,7 +252,7 @@ def load(text: str, *, source: str) -> Document:
         root = yaml.compose(text, Loader=_loader())
     except yaml.YAMLError as error:
         raise syntax_error(error, text, source) from None
-    reader = _Reader(text, source)
+    reader = _Reader(source)
     data = None if root is None else reader.value(root)
     return Document(data, source, reader.lines)
 
@@ -302,7 +288,6 @@ def parse_scalar_or_flow(text: str, *, source: str = "--set") -> object:
 
 
 _TAB_INDENT = re.compile(r" *\t")
-_QUOTE_IT = "put the value in quotes"
 
 
 def syntax_error(error: yaml.YAMLError, text: str, source: str) -> ConfigError:
@@ -321,14 +306,13 @@ def syntax_error(error: yaml.YAMLError, text: str, source: str) -> ConfigError:
 
 
 def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
+    """PyYAML's own words; what they do not say is where a quote or bracket was opened, and tabs."""
     assert error.problem_mark is not None
-    problem, context = str(error.problem or ""), str(error.context or "")
+    lines = text.splitlines()
     line = int(error.problem_mark.line) + 1
     opened = line if error.context_mark is None else int(error.context_mark.line) + 1
-    lines = text.splitlines()
+    line = opened if line > len(lines) else line  # the end of the file, where a quote or a bracket is missing
     shown = lines[line - 1] if line <= len(lines) else ""
-    if isinstance(error, ComposerError):
-        return _composer_error(problem, context, line, shown[int(error.problem_mark.column) :], source)
     if _TAB_INDENT.match(shown):
         return ConfigError(
             "a tab indents this line",
@@ -336,48 +320,9 @@ def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
             why="YAML allows only spaces for indentation",
             fix="replace the tab by spaces (editors: 'convert indentation to spaces')",
         )
-    fix: str | None = None
-    if "quoted scalar" in context and "end of stream" in problem:
-        line, why, fix = opened, "a quote that is opened here is never closed", "close the quote"
-    elif "flow" in context:
-        bracket = "[" if "sequence" in context else "{" if "mapping" in context else "[ or {"
-        why = f"a {bracket} that is opened on line {opened} is not closed, or a comma is missing"
-        fix = "close the bracket, separate the entries by commas, and quote text that holds , [ ] { or }"
-        line = opened if line > len(lines) else line
-        if "${" in shown:
-            fix = f"{fix}\na number with ${{env:...}} needs its own line, without brackets around it"
-    elif "mapping values" in problem:
-        why = "there is a ': ' where no key can be: an unquoted value with ': ' in it, or a wrong indentation"
-        fix = f'{_QUOTE_IT} (key: "a: b"), or align this line with its neighbours'
-    elif "cannot start any token" in problem:
-        column = int(error.problem_mark.column)
-        char = shown[column] if column < len(shown) else ""
-        why, fix = f"an unquoted value cannot start with {char!r}", _QUOTE_IT
-    elif "expected ':'" in problem:
-        line = opened
-        why, fix = "this line has no ':'", "write 'key: value', with a space after the colon"
-    elif "block mapping" in context or "block collection" in context or "block sequence" in context:
-        why = f"this line does not belong to what starts on line {opened}"
-        fix = "align the keys of a mapping, and the dashes of a list, in one column"
-    else:
-        why = ", ".join(part for part in (context, problem) if part)
+    context = f"{error.context} that starts on line {opened}" if error.context and opened != line else error.context
+    fix = "quote text that YAML reads otherwise (key: \"a: b\"), close each quote and bracket, align keys in one column"
+    if "${" in shown:
+        fix = f"{fix}\na number with ${{env:...}} needs its own line, without brackets around it"
+    why = ", ".join(part for part in (context, error.problem) if part)
     return ConfigError("this is not YAML", where=f"{source}:{line}", why=why, fix=fix)
-
-
-def _composer_error(problem: str, context: str, line: int, rest: str, source: str) -> ConfigError:
-    """What is right in each line and wrong together; `rest` is the line from the error on."""
-    where = f"{source}:{line}"
-    name = rest.split()[0].rstrip(",]}")[1:] if rest.split() else ""
-    if "undefined alias" in problem:
-        what = f"no anchor &{name} before the alias *{name}"
-        return ConfigError(what, where=where, fix=f"define &{name}, or quote it if it is meant as text")
-    if "duplicate anchor" in context:
-        return ConfigError(f"the anchor &{name} is defined twice", where=where, fix="give one of the two another name")
-    if "another document" in problem:
-        return ConfigError(
-            "a second YAML document starts here",
-            where=where,
-            why="a file holds one document; '---' starts another",
-            fix="remove the '---' line, or move what follows into another file",
-        )
-    return ConfigError(problem, where=where)
