@@ -321,7 +321,7 @@ def _marked(error: yaml.MarkedYAMLError, text: str, source: str) -> ConfigError:
             fix="replace the tab by spaces (editors: 'convert indentation to spaces')",
         )
     context = f"{error.context} that starts on line {opened}" if error.context and opened != line else error.context
-    fix = "quote text that YAML reads otherwise (key: \"a: b\"), close each quote and bracket, align keys in one column"
+    fix = 'quote text that YAML reads otherwise (key: "a: b"), close each quote and bracket, align keys in one column'
     if "${" in shown:
         fix = f"{fix}\na number with ${{env:...}} needs its own line, without brackets around it"
     why = ", ".join(part for part in (context, error.problem) if part)

@@ -56,7 +56,7 @@ class GradientWatch:
         if several_batches and self._few:
             # The ranks' mean does not say whose it was. This rank's own part passes here before: the gradient of the
             # first small parameter of a layer, one of the last that are computed.
-            first = next((parameter for name, parameter in self._few if "." in name), self._few[0][1])
+            first: Any = next((parameter for name, parameter in self._few if "." in name), self._few[0][1])
             self._own_hook = first.register_hook(self._see_own)
 
     def _see_own(self, grad: Tensor) -> None:
