@@ -209,3 +209,16 @@ def test_a_field_of_checkpoint_that_there_is_not_is_named(tmp_path: Path) -> Non
     """With the one that is meant."""
     with pytest.raises(ConfigError, match=r"(?s)unknown field 'every_n_step'.*Run\(checkpoint=.*'every_n_steps'"):
         Run(tmp_path / "run", checkpoint={"every_n_step": 3})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch_policy": "keep"}, r"(?s)'keep': it should be 'keep_global' or 'keep_per_device'.*Run, batch_policy"),
+        ({"requeue": "slrum"}, r"(?s)unknown requeue 'slrum'.*did you mean 'slurm'"),
+        ({"loggers": [{"name": "csv", "row": 1}]}, r"(?s)unknown field 'row'.*Run, loggers\[0\].row"),
+    ],
+)
+def test_a_wrong_argument_is_named(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Run(tmp_path / "run", **wrong)

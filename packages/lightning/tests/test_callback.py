@@ -193,3 +193,11 @@ def test_an_exported_world_size_is_not_trained_alone(
         script(tmp_path, max_epochs=1)
     assert "alone" in caught.value.block()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_argument_is_named() -> None:
+    """As in a job file, with what is meant, and without pydantic's words."""
+    with pytest.raises(ConfigError, match=r"(?s)unknown logger 'tensorbord'.*Fairlead, loggers\[0\].*'tensorboard'"):
+        Fairlead(loggers=["tensorbord"])
+    with pytest.raises(ConfigError, match=r"(?s)'every_n_step'.*Fairlead\(checkpoint=...\).*'every_n_steps'"):
+        Fairlead(checkpoint={"every_n_step": 3})  # type: ignore[arg-type]

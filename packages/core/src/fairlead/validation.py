@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -39,6 +39,7 @@ _OTHER_NAMES: Final = {
 _SECTIONS: Final = ("run", "trainer", "resources", "submit")
 _NUMBER_WORDS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
+M = TypeVar("M", bound=BaseModel)
 Path = tuple[str | int, ...]
 Locate = Callable[[Path], str]
 
@@ -49,6 +50,19 @@ def dotted(path: Path) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+def validated(model: type[M], fields: object, where: str, plugins: PluginManager) -> M:
+    """The config of what a script gives to `where`, as `Run`.
+
+    Raises:
+        ConfigError: The first mistake, at the argument's name.
+    """
+    try:
+        return model.model_validate(fields, context={"plugins": plugins})
+    except ValidationError as error:
+        found = findings_of(error, fields, model, plugins, lambda path: f"{where}, {dotted(path)}")
+        raise found[0].as_error() from None
 
 
 def findings_of(

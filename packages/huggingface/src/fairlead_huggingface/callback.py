@@ -16,6 +16,7 @@ from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolution import Resolution
+from fairlead.validation import validated
 from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.checkpoints import GroupRanks
@@ -95,7 +96,7 @@ class Fairlead(TrainerCallback):
         self._environ = os.environ if environ is None else environ
         requested: dict[str, Any] = {"loggers": list(loggers), "batch_policy": batch_policy}
         requested |= {"requeue": requeue} if requeue is not None else {}
-        self._config = TrainerConfig.model_validate(requested, context={"plugins": self._plugins})
+        self._config = validated(TrainerConfig, requested, "Fairlead", self._plugins)
         self._guard = guard
         self._copy_to = copy_to
         self._of: _TrainerRun | None = None

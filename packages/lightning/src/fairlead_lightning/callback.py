@@ -19,6 +19,7 @@ from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import resolve
+from fairlead.validation import validated
 from fairlead_distributed.run.commits import copies_of
 from fairlead_distributed.run.opening import open_session
 from fairlead_distributed.run.scripts import advice_for_scripts, described_job, run_config
@@ -92,13 +93,15 @@ class Fairlead(L.Callback):
     ) -> None:
         hush()  # before the script's Trainer is made, which advertises
         self.run = run_config(run)
-        self.checkpoint = CheckpointConfig.model_validate(checkpoint or {})
         self.batch_policy = batch_policy
         self.session: RunSession | None = None
         self._environ = os.environ if environ is None else environ
         self._plugins = plugins
         plugins = plugins if plugins is not None else default_plugins()
-        self._config = TrainerConfig.model_validate(
+        name = type(self).__name__
+        self.checkpoint = validated(CheckpointConfig, checkpoint or {}, f"{name}(checkpoint=...)", plugins)
+        self._config = validated(
+            TrainerConfig,
             {
                 "requeue": requeue if instructions_in(self._environ) is None else "none",
                 "loggers": list(loggers),
@@ -110,7 +113,8 @@ class Fairlead(L.Callback):
                 "base_batch_size": base_batch_size,
                 "lr_rule": lr_rule,
             },
-            context={"plugins": plugins},
+            name,
+            plugins,
         )
         resolution = resolve(self._config, environ=self._environ, plugins=plugins)
         self._fit = FitCallback(BuildContext(resolution, self._environ, plugins), guard=guard)

@@ -52,9 +52,12 @@ class Gradients:
         self._fresh, self._position = True, position
         for optimizer in self._used - self._seen - self._watched.keys():
             # DDP's buckets outlive what is None in between (gradient_as_bucket_view).
-            there = [one for one in _parameters(optimizer) if one.grad is not None and one.grad._base is None]
-            if there:
-                self._watched[optimizer] = [(one, weakref.ref(one.grad)) for one in there if one.grad is not None]
+            there = [(one, one.grad) for one in _parameters(optimizer) if one.grad is not None]
+            watched = [(one, weakref.ref(gradient)) for one, gradient in there if gradient._base is None]
+            if watched:
+                self._watched[optimizer] = watched
+            else:
+                self._seen.add(optimizer)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The gradients to save on this rank, by module and parameter; not copied."""

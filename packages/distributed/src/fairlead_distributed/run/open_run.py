@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import nn
 
 from fairlead.backends import build_backend, imported
@@ -20,7 +19,7 @@ from fairlead.plugin_classes import CheckpointIOPlugin
 from fairlead.plugins import PluginManager
 from fairlead.resolution import Resolution
 from fairlead.resolve import resolve
-from fairlead.validation import dotted, findings_of
+from fairlead.validation import validated
 from fairlead_distributed.info import get_local_rank, get_rank, get_world_size
 from fairlead_distributed.process_group import leave_at_exit
 from fairlead_distributed.run.ending import Boundary, Ending
@@ -52,11 +51,7 @@ def store_copies(copy_to: str | Mapping[str, Any], plugins: PluginManager) -> Ch
     if not isinstance(plugin, CheckpointIOPlugin) or plugin.copies is None:
         raise PluginError(f"the checkpoint_io {_BACKEND!r} copies nothing by itself", where="copy_to")
     fields = {"url": copy_to} if isinstance(copy_to, str) else dict(copy_to)
-    try:
-        config = plugin.config.model_validate(fields, context={"plugins": plugins})
-    except ValidationError as error:
-        found = findings_of(error, fields, plugin.config, plugins, lambda path: f"copy_to, {dotted(path)}")
-        raise found[0].as_error() from None
+    config = validated(plugin.config, fields, "copy_to", plugins)
     copies: CheckpointCopies = imported(plugin.copies, f"the checkpoint_io {_BACKEND!r}")(config)
     return copies
 

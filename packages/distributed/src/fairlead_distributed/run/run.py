@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeVar
 
 import torch
-from pydantic import ValidationError
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -18,7 +17,7 @@ from fairlead.errors import ConfigError, RunDirectoryError
 from fairlead.findings import Inexact
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolution import Resolution
-from fairlead.validation import dotted, findings_of
+from fairlead.validation import validated
 from fairlead_distributed.divergence import replicated_tensors
 from fairlead_distributed.exact_reduction import register_exact_reduction
 from fairlead_distributed.info import get_rank, get_world_size
@@ -133,14 +132,16 @@ class Run(OpenRun):
         plugins = plugins if plugins is not None else default_plugins()
         named = (config or {}).items()
         self._config = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in named}
-        trainer = TrainerConfig.model_validate(
+        trainer = validated(
+            TrainerConfig,
             {
                 **({"requeue": requeue} if requeue is not None else {}),
                 "batch_policy": batch_policy,
                 "loggers": list(loggers),
                 "accumulate_grad_batches": _accumulated(self._config),
             },
-            context={"plugins": plugins},
+            "Run",
+            plugins,
         )
         environ = os.environ if environ is None else environ
         super().__init__(run_config(run), trainer, environ=environ, plugins=plugins, guard=guard, copy_to=copy_to)
@@ -148,7 +149,7 @@ class Run(OpenRun):
         self.epoch = 0
         self._max_epochs = _limit("max_epochs", max_epochs, self._config)
         self._max_steps = _limit("max_steps", max_steps, self._config)
-        self._checkpoint = _checkpoint_config(checkpoint, plugins)
+        self._checkpoint = validated(CheckpointConfig, checkpoint or {}, "Run(checkpoint=...)", plugins)
         if self._checkpoint.save_weights_only:
             raise ConfigError(
                 "a run with save_weights_only could not be resumed",
@@ -785,17 +786,6 @@ class Run(OpenRun):
                 fix="call run.restore() before the loop; it does nothing in a new run",
             )
         return session
-
-
-def _checkpoint_config(given: CheckpointConfig | Mapping[str, Any] | None, plugins: PluginManager) -> CheckpointConfig:
-    fields = given if given is not None else {}
-    try:
-        return CheckpointConfig.model_validate(fields)
-    except ValidationError as error:
-        found = findings_of(
-            error, fields, CheckpointConfig, plugins, lambda path: f"Run(checkpoint=...), {dotted(path)}"
-        )
-        raise found[0].as_error() from None
 
 
 def _limit(name: str, given: int | None, config: Mapping[str, Any]) -> int | None:
