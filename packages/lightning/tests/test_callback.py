@@ -200,4 +200,4 @@ def test_a_wrong_argument_is_named() -> None:
     with pytest.raises(ConfigError, match=r"(?s)unknown logger 'tensorbord'.*Fairlead, loggers\[0\].*'tensorboard'"):
         Fairlead(loggers=["tensorbord"])
     with pytest.raises(ConfigError, match=r"(?s)'every_n_step'.*Fairlead\(checkpoint=...\).*'every_n_steps'"):
-        Fairlead(checkpoint={"every_n_step": 3})  # type: ignore[arg-type]
+        Fairlead(checkpoint={"every_n_step": 3})
