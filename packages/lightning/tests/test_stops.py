@@ -147,6 +147,31 @@ def test_wherever_it_is_asked_it_goes_on_exactly(
     assert metric_rows(run) == rows
 
 
+class Halved(Asked):
+    """Validates other weights than it trains, as averages of them."""
+
+    def _times(self, factor: float) -> None:
+        for weight in self.parameters():
+            weight.data.mul_(factor)
+
+    def on_validation_epoch_start(self) -> None:
+        self._times(0.5)
+
+    def on_validation_epoch_end(self) -> None:
+        self._times(2.0)
+
+
+def test_weights_that_only_a_validation_has_are_not_saved(
+    tmp_path: Path, whole: tuple[Line, list[dict[str, str]]]
+) -> None:
+    """The stop waits for its end."""
+    with pytest.raises(SystemExit):
+        fit(tmp_path, model=asked("validation", at=8, kind=Halved), max_epochs=3)
+    assert latest(tmp_path / "run").step == 8
+    resumed = fit(tmp_path, model=Halved(), max_epochs=3)
+    assert all(map(torch.equal, whole[0].parameters(), resumed.parameters()))
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143)])
 def test_without_a_requeuer_the_code_says_that_it_ended(tmp_path: Path, number: int, code: int) -> None:
     """On a workstation nobody starts it again."""

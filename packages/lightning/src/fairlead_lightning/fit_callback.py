@@ -203,6 +203,7 @@ class FitCallback(L.Callback):
         self.stops.after_batch(trainer)
         if self.checkpoints is not None and validation_due:
             self.exact.hold(trainer)
+            self.stops.before_validation(trainer)
         self.exact.where = None
 
     def after_validation(self, trainer: L.Trainer) -> None:

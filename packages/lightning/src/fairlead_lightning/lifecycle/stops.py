@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 import lightning.pytorch as L
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from fairlead.findings import Finding
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import default_plugins
+from fairlead_distributed._sharded import is_dtensor
 from fairlead_distributed.alarms import to_stderr
 from fairlead_distributed.info import get_world_size
 from fairlead_distributed.loader_workers import protect_workers
@@ -127,8 +130,9 @@ _WARNINGS: Final = ("SIGUSR1", "SIGUSR2")  # what a scheduler sends before its l
 class Stops:
     """Has all ranks stop at the same step, saves there, and has the job restarted.
 
-    They may stop between two steps or epochs, at each batch of a validation that has as many on all ranks, and where a
-    fit begins. The state at the last step is saved: an interrupted validation is repeated from its start.
+    They may stop between two steps or epochs, at each batch of a validation that has as many on all ranks and no other
+    weights than the training, and where a fit begins. The state at the last step is saved: an interrupted validation is
+    repeated from its start.
     """
 
     def __init__(
@@ -144,6 +148,9 @@ class Stops:
         self._step = -1
         self._boundary: Boundary | None = None
         self._equal_validation = True
+        self._trained: tuple[Tensor, ...] | None = (
+            None  # the norms of the weights, until a validation has compared them
+        )
         self._save_due = False
         self._ending: FitEnding | None = None
         self._undo: list[Callable[[], None]] = []
@@ -293,8 +300,16 @@ class Stops:
         same = bool(trainer.strategy.broadcast(batches) == batches) and math.inf not in batches
         self._equal_validation = trainer.strategy.reduce_boolean_decision(same)
 
+    def before_validation(self, trainer: L.Trainer) -> None:
+        """A validation follows; callbacks may put averaged weights into the model for it."""
+        self._trained = _norms(trainer) if self._guard is not None else None
+
     def after_validation_batch(self, trainer: L.Trainer) -> None:
         """In the middle of a validation, or of the sanity check."""
+        if self._equal_validation and self._trained is not None:
+            before, self._trained = self._trained, None
+            same = all(map(torch.equal, before, _norms(trainer)))
+            self._equal_validation = trainer.strategy.reduce_boolean_decision(same)
         if self._equal_validation:
             self.boundary(trainer)
 
@@ -348,3 +363,13 @@ class Stops:
 @rank_zero_only
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+@torch.no_grad()
+def _norms(trainer: L.Trainer) -> tuple[Tensor, ...]:
+    """The norm of this rank's part of each weight that is trained, in optimizers that name theirs."""
+    groups = [group for one in trainer.optimizers for group in getattr(one, "param_groups", ())]
+    weights: list[Any] = [one for group in groups for one in group["params"]]
+    local = [one.to_local() if is_dtensor(one) else one for one in weights]
+    full = [one for one in local if one.numel()]
+    return tuple(torch._foreach_norm(full)) if full else ()
