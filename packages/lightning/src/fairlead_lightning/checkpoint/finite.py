@@ -25,16 +25,15 @@ SCALED: Final = 20
 
 FEW: Final = 1 << 14
 """Elements that are looked at in every step: a pass over all gradients would cost a step of DDP 4 %."""
-_MOST_NOTED: Final = 256
-"""Steps after which notes are read in any case, however rarely the training logs."""
 
 
 class GradientWatch:
-    """Notes before each step of an optimizer whether its gradients are finite, and reads the notes when it is asked.
+    """Looks at gradients before each step of an optimizer, and remembers the first that is not finite.
 
-    In every step it looks at those of the smallest parameters, biases and gains, together `FEW` elements: where a
-    backward pass meets a value that is not finite, those of all layers before it are not finite either. At all of them
-    where the caller asks for it. A note stays where the gradients are, so that no step waits for an accelerator.
+    In every step at those of the smallest parameters, biases and gains, together `FEW` elements: where a backward pass
+    meets a value that is not finite, those of all layers before it are not finite either. At all of them where that is
+    so, and where the caller asks for it. On an accelerator nothing waits for the device: it counts there until `found`
+    is asked.
     """
 
     def __init__(self) -> None:
@@ -47,35 +46,60 @@ class GradientWatch:
         if self._own_hook is not None:
             self._own_hook.remove()
             self._own_hook = None
-        self._own: Tensor | None = None
-        self._noted: list[tuple[int, list[str], Tensor, Tensor | None]] = []
-        self._row = 0
-        self._first: tuple[str, int, bool] | None = None
+        self._row: int | Tensor = 0
+        self._since: int | Tensor = 0
+        self._first: Tensor | None = None
+        self._own: bool | Tensor = False
+        self._own_first: bool | Tensor = False
         self._weights = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self._few = _smallest(self._weights)
-        if several_batches and self._few:
+        self._few = _smallest([parameter for _, parameter in self._weights])
+        if several_batches and self._weights:
             # The ranks' mean does not say whose it was. This rank's own part passes here before: the gradient of the
             # first small parameter of a layer, one of the last that are computed.
-            first: Any = next((parameter for name, parameter in self._few if "." in name), self._few[0][1])
+            few: list[tuple[str, Any]] = [self._weights[index] for index in self._few]
+            first = next((parameter for name, parameter in few if "." in name), few[0][1])
             self._own_hook = first.register_hook(self._see_own)
 
     def _see_own(self, grad: Tensor) -> None:
-        values = _values(grad)
-        if values.numel():
-            size = _sizes([values])
-            self._own = size if self._own is None else self._own.maximum(size)  # what is not finite stays so
+        own = _local(grad)
+        if own is not None and own.numel() and not _surely_finite([own]):
+            self._own = self._own | ~_largest([own])[0].isfinite()
 
     @torch.no_grad()
     def look(self, step: int, *, at_all: bool = True) -> None:
         """The gradients are those of the step: unscaled, and the mean over the ranks."""
-        own, self._own = self._own, None
-        weights = self._weights if at_all else self._few
-        given = {name: _values(one.grad) for name, one in weights if one.grad is not None}
-        given = {name: values for name, values in given.items() if values.numel()}
-        if given:
-            self._noted.append((step, list(given), _sizes(list(given.values())), own))
-        if len(self._noted) >= _MOST_NOTED:
-            self._read()
+        given = [parameter.grad for _, parameter in self._weights]
+        few = given if at_all else [given[index] for index in self._few]
+        quiet = not isinstance(self._row, Tensor) and not self._row  # asking a device would wait for it
+        if quiet and _surely_finite([grad for grad in map(_local, few) if grad is not None]):
+            self._own = False
+            return
+        if not at_all and any(grad is not None and not _on_host(grad) for grad in few):
+            seen = set(self._few)
+            given = [grad if index in seen else None for index, grad in enumerate(given)]
+        grads = [_local(grad) for grad in given]
+        there = [grad for grad in grads if grad is not None and grad.numel()]
+        own, self._own = self._own, False
+        if not there:
+            return
+        norms = iter(_largest(there))
+        zero = torch.zeros((), device=there[0].device)
+        full = [next(norms) if grad is not None and grad.numel() else zero for grad in grads]
+        bad = ~torch.stack([norm.to(zero) for norm in full]).isfinite()
+        if _on_host(zero) and not bad.any():
+            self._row = 0
+        elif _on_host(zero):
+            if not self._row:
+                self._since, self._first, self._own_first = step, bad, own
+            self._row += 1
+        else:
+            fresh = torch.as_tensor(self._row, device=zero.device) == 0
+            known = bad if self._first is None else self._first
+            self._first = torch.where(fresh, bad, known)
+            self._since = torch.where(fresh, step, torch.as_tensor(self._since, device=zero.device))
+            before = torch.as_tensor(self._own_first, device=zero.device)
+            self._own_first = torch.where(fresh, torch.as_tensor(own, device=zero.device), before)
+            self._row = (torch.as_tensor(self._row, device=zero.device) + 1) * bad.any()
 
     def found(self, *, scaled: bool) -> tuple[str, int, bool] | None:
         """The first weight whose gradient is not finite, since which step, and whether by this rank's own batch.
@@ -83,45 +107,56 @@ class GradientWatch:
         None where the last gradients were finite, or where a gradient scaler (`scaled`) skips such steps and has not
         skipped too many in a row.
         """
-        self._read()
-        return self._first if self._row >= (SCALED if scaled else 1) else None
-
-    def _read(self) -> None:
-        noted, self._noted = self._noted, []
-        for step, names, sizes, own in noted:
-            bad = [not math.isfinite(size) for size in sizes.tolist()]
-            if not any(bad):
-                self._row, self._first = 0, None
-                continue
-            self._row += 1
-            if self._first is None:
-                is_own = own is not None and not bool(own.isfinite().all())
-                self._first = names[bad.index(True)], step, is_own
+        if int(self._row) < (SCALED if scaled else 1) or self._first is None:
+            return None
+        index = int(self._first.nonzero()[0])
+        return self._weights[index][0], int(self._since), bool(self._own_first)
 
 
-def _smallest(weights: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """The smallest parameters that have `FEW` elements together, in their order; one at least."""
-    sizes = {name: 0 if isinstance(one, nn.UninitializedParameter) else one.numel() for name, one in weights}
-    few: set[str] = set()
+def _smallest(parameters: list[nn.Parameter]) -> list[int]:
+    """The indices, in their order, of the smallest parameters that have `FEW` elements together; one at least."""
+    sizes = {i: 0 if isinstance(one, nn.UninitializedParameter) else one.numel() for i, one in enumerate(parameters)}
+    found: list[int] = []
     total = 0
-    for name in sorted((name for name in sizes if sizes[name]), key=lambda name: sizes[name]):
-        total += sizes[name]
-        if few and total > FEW:
+    for index in sorted(sizes, key=lambda index: (sizes[index] == 0, sizes[index])):
+        total += sizes[index]
+        if found and (total > FEW or not sizes[index]):
             break
-        few.add(name)
-    return [(name, one) for name, one in weights if name in few or not few]
+        found.append(index)
+    return sorted(found)
 
 
-def _values(grad: Tensor) -> Tensor:
-    """What this rank has of it, dense."""
-    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return local.coalesce().values() if local.is_sparse else local
+def _surely_finite(grads: list[Tensor]) -> bool:
+    """Whether the gradients, all dense and on a CPU, are finite, by one fused call for all of their norms.
+
+    The norm of values above 1e19 is infinite in float32 though they are not: then there is no answer.
+    """
+    if not all(map(_dense_on_host, grads)):
+        return False
+    return not grads or all(math.isfinite(norm.item()) for norm in torch._foreach_norm(grads))
 
 
-def _sizes(grads: list[Tensor]) -> Tensor:
-    """The largest absolute value of each, infinite or NaN where one of its values is."""
-    norms = torch._foreach_norm(grads, math.inf)
-    return torch.stack([norm.to(norms[0].device) for norm in norms])
+def _dense_on_host(grad: Tensor) -> bool:
+    return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided
+
+
+def _on_host(grad: Tensor) -> bool:
+    return grad.device.type == "cpu"
+
+
+def _local(grad: Tensor | None) -> Tensor | None:
+    to_local: Callable[[], Tensor] | None = getattr(grad, "to_local", None)
+    return to_local() if to_local is not None else grad
+
+
+def _largest(grads: list[Tensor]) -> list[Tensor]:
+    """The largest absolute value of each, shape (); infinite or NaN where one of its values is. Copies nothing."""
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    found: dict[int, Tensor] = {}
+    for device in dict.fromkeys(grad.device for grad in dense):
+        at = [i for i, grad in enumerate(dense) if grad.device == device and grad.numel()]
+        found |= dict(zip(at, torch._foreach_norm([dense[i] for i in at], math.inf), strict=True))
+    return [found.get(i, grad.new_zeros(())) for i, grad in enumerate(dense)]
 
 
 Row = tuple[int, int, str]
@@ -152,9 +187,9 @@ class Finite:
         self._begin_row()
 
     def _begin_row(self) -> None:
-        self._row = self._since = 0
+        self._row: int | Tensor = 0
+        self._since: int | Tensor = 0
         self._now: bool | Tensor = False
-        self._noted: list[tuple[int, bool | Tensor]] = []
         self._step = self._batches = 0
         self._weights: str | None = None
         self._reported_in = self._gradient_reported_in = -1
@@ -175,48 +210,45 @@ class Finite:
         self._step = trainer.global_step
         if loss.device.type != "cpu":
             self._now = self._now | ~loss.detach().isfinite().all()
+            if not isinstance(self._row, Tensor):
+                self._row = self._since = torch.zeros((), dtype=torch.long, device=loss.device)
         elif not (math.isfinite(loss.item()) if loss.numel() == 1 else loss.isfinite().all()):
             self._now = True
             if self._weights is None and (names := non_finite_weights(trainer.lightning_module)):
                 self._weights = f"{named_weights(names)} before it"
 
     def after_batch(self, trainer: L.Trainer) -> None:
-        """Notes the batch, and looks where it is time."""
+        """Counts, and looks where it is time."""
         now, self._now = self._now, False
         self._batches += 1
-        self._noted.append((self._step, now))
-        on_host = not isinstance(now, Tensor)
-        if on_host or len(self._noted) >= _MOST_NOTED:
-            self._count()
-        if on_host and now and self._weights is None:
-            found = named_weights(non_finite_weights(trainer.lightning_module))
-            self._weights = f"the weights were finite before it; after it, {found}"
-        alone = trainer.world_size == 1 and on_host
+        if isinstance(self._row, Tensor):
+            self._since = torch.where(self._row > 0, self._since, self._step)
+            self._row = (self._row + 1) * now
+        elif not now:
+            self._row, self._weights = 0, None
+            if trainer.world_size == 1 and not self._bad_gradient(trainer):
+                return
+        else:
+            self._since = self._since if self._row else self._step
+            self._row += 1
+            if self._weights is None:
+                found = named_weights(non_finite_weights(trainer.lightning_module))
+                self._weights = f"the weights were finite before it; after it, {found}"
+        alone = trainer.world_size == 1 and not isinstance(self._row, Tensor)
         if alone or self._batches % max(1, vars(trainer)["log_every_n_steps"]) == 0:
             self._look(trainer)
-
-    def _count(self) -> None:
-        """Reads the notes: waits for an accelerator."""
-        noted, self._noted = self._noted, []
-        for step, bad in noted:
-            if not bool(bad):
-                self._row, self._weights = 0, None
-                continue
-            self._since = self._since if self._row else step
-            self._row += 1
 
     def _bad_gradient(self, trainer: L.Trainer) -> Gradient | None:
         return self._gradients.found(scaled=getattr(trainer.precision_plugin, "scaler", None) is not None)
 
     def _look(self, trainer: L.Trainer) -> None:
-        self._count()
-        row, gradient = self._row, self._bad_gradient(trainer)
+        row, gradient = int(self._row), self._bad_gradient(trainer)
         if not trainer.strategy.reduce_boolean_decision(row > 0 or gradient is not None, all=False):
             return
-        self._report_gradient(trainer, gather_objects((gradient, self._since if row else None)))
+        self._report_gradient(trainer, gather_objects((gradient, int(self._since) if row else None)))
         if not trainer.strategy.reduce_boolean_decision(row > 0, all=False):
             return
-        own = (row, self._since, self._weights or named_weights(non_finite_weights(trainer.lightning_module)))
+        own = (row, int(self._since), self._weights or named_weights(non_finite_weights(trainer.lightning_module)))
         found = gather_objects(own)
         longest = max(found, key=lambda one: one[0])
         ends = self.most is not None and longest[0] >= self.most
