@@ -33,6 +33,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return _is(value, "torch.distributed.tensor", "DTensor")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, or all of it."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def is_fully_sharded(value: object) -> TypeGuard[FSDPModule]:
     """Whether it is a module that `fully_shard` was applied to."""
     return _is(value, "torch.distributed.fsdp", "FSDPModule")

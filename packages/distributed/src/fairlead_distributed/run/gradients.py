@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed._sharded import is_dtensor, local_part
 
 
 class Gradients:
@@ -65,7 +65,7 @@ class Gradients:
         free = self._used & self._seen
         return {
             name: {
-                path: _local(one.grad, one)
+                path: gradient_to_save(one)
                 for path, one in module.named_parameters()
                 if one.grad is not None and id(one) in owner and (owner[id(one)] not in free or id(one) in self._kept)
             }
@@ -77,28 +77,28 @@ class Gradients:
         for name, gradients in state.items():
             parameters = dict(self._modules[name].named_parameters())
             for path, saved in gradients.items():
-                parameters[path].grad = _like(saved, parameters[path])
+                restore_gradient(parameters[path], saved)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
-def _local(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient. A collective where it is summed over ranks only when it is used."""
+def gradient_to_save(parameter: Any) -> Tensor:
+    """This rank's part of a gradient that is there. A collective where it is summed over ranks only when it is used."""
+    gradient = parameter.grad
     if is_dtensor(gradient):
-        gradient = gradient.redistribute(placements=parameter.placements).to_local()
-    found: Tensor = gradient.detach()
-    return found
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_part(gradient).detach()
 
 
-def _like(saved: Tensor, parameter: Any) -> Tensor:
-    if not is_dtensor(parameter):
-        return saved.to(parameter.device)
-    from torch.distributed.tensor import DTensor
+def restore_gradient(parameter: Any, saved: Tensor) -> None:
+    """Gives a parameter, on a rank of the same number, what `gradient_to_save` returned."""
+    saved = saved.to(local_part(parameter).device)
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor
 
-    local = saved.to(parameter.to_local().device)
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, stride = parameter.shape, parameter.stride()
+        saved = DTensor.from_local(saved, mesh, placements, run_check=False, shape=shape, stride=stride)
+    parameter.grad = saved

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from fairlead.errors import RunFailedError
 from fairlead.findings import Finding
-from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed._sharded import local_part
 from fairlead_distributed.divergence import Divergence, first_divergence
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.run.session import RunSession
@@ -41,7 +41,7 @@ def non_finite_weights(module: nn.Module) -> list[str]:
     finite: dict[str, Tensor] = {}
     for name, weight in module.named_parameters():
         if weight.requires_grad and not isinstance(weight, nn.UninitializedParameter):
-            held = weight.to_local() if is_dtensor(weight) else weight
+            held = local_part(weight)
             if held.numel() and not held.is_meta:
                 finite[name] = torch.linalg.vector_norm(held, math.inf).isfinite()  # its largest value; copies nothing
     together = len({one.device for one in finite.values()}) == 1  # or the model is spread over several

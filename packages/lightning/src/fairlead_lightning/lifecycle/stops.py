@@ -18,7 +18,7 @@ from torch import Tensor
 from fairlead.findings import Finding
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import default_plugins
-from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed._sharded import local_part
 from fairlead_distributed.alarms import to_stderr
 from fairlead_distributed.info import get_world_size
 from fairlead_distributed.loader_workers import protect_workers
@@ -148,9 +148,7 @@ class Stops:
         self._step = -1
         self._boundary: Boundary | None = None
         self._equal_validation = True
-        self._trained: tuple[Tensor, ...] | None = (
-            None  # the norms of the weights, until a validation has compared them
-        )
+        self._norms_before: tuple[Tensor, ...] | None = None  # of a validation, until its first batch has compared them
         self._save_due = False
         self._ending: FitEnding | None = None
         self._undo: list[Callable[[], None]] = []
@@ -302,12 +300,12 @@ class Stops:
 
     def before_validation(self, trainer: L.Trainer) -> None:
         """A validation follows; callbacks may put averaged weights into the model for it."""
-        self._trained = _norms(trainer) if self._guard is not None else None
+        self._norms_before = _norms(trainer) if self._guard is not None else None
 
     def after_validation_batch(self, trainer: L.Trainer) -> None:
         """In the middle of a validation, or of the sanity check."""
-        if self._equal_validation and self._trained is not None:
-            before, self._trained = self._trained, None
+        if self._equal_validation and self._norms_before is not None:
+            before, self._norms_before = self._norms_before, None
             same = all(map(torch.equal, before, _norms(trainer)))
             self._equal_validation = trainer.strategy.reduce_boolean_decision(same)
         if self._equal_validation:
@@ -369,7 +367,5 @@ def _say(text: str) -> None:
 def _norms(trainer: L.Trainer) -> tuple[Tensor, ...]:
     """The norm of this rank's part of each weight that is trained, in optimizers that name theirs."""
     groups = [group for one in trainer.optimizers for group in getattr(one, "param_groups", ())]
-    weights: list[Any] = [one for group in groups for one in group["params"]]
-    local = [one.to_local() if is_dtensor(one) else one for one in weights]
-    full = [one for one in local if one.numel()]
-    return tuple(torch._foreach_norm(full)) if full else ()
+    parts = [part for group in groups for part in map(local_part, group["params"]) if part.numel()]
+    return tuple(torch._foreach_norm(parts)) if parts else ()

@@ -17,6 +17,7 @@ from fairlead_distributed import rng_state, set_rng_state
 from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_distributed.module_state import module_state, restore_module
 from fairlead_distributed.run.commits import load_part, rank_file
+from fairlead_distributed.run.gradients import gradient_to_save, restore_gradient
 from fairlead_distributed.run.session import RunSession
 from fairlead_lightning import compat
 from fairlead_runs.batch_size import replicas_in, replicas_of
@@ -72,7 +73,11 @@ def capture(trainer: L.Trainer) -> dict[str, Any]:
         # Rank 0's buffers are in the checkpoint itself.
         **module_state(trainer.lightning_module, buffers=trainer.global_rank > 0),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradients": {plain_name(n): p.grad for n, p in model.named_parameters() if waiting and p.grad is not None},
+        "gradients": {
+            plain_name(name): gradient_to_save(one)
+            for name, one in model.named_parameters()
+            if waiting and one.grad is not None
+        },
         "should_stop": trainer.should_stop,
     }
 
@@ -87,7 +92,7 @@ def restore(trainer: L.Trainer, state: Mapping[str, Any]) -> None:
         trainer.accumulate_grad_batches = state.get("accumulate_grad_batches", trainer.accumulate_grad_batches)
     weights = {plain_name(name): one for name, one in trainer.lightning_module.named_parameters()}
     for name, gradient in state.get("gradients", {}).items():
-        weights[name].grad = gradient.to(weights[name].device)
+        restore_gradient(weights[name], gradient)
     trainer.should_stop = state["should_stop"]
     set_rng_state(state["rng"])
 

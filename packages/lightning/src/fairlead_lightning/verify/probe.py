@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._sharded import any_absent, is_dtensor, on_all_ranks
+from fairlead_distributed._sharded import any_absent, is_dtensor, local_part, on_all_ranks
 from fairlead_distributed.full_state import full_buffers, full_gradients, full_parameters, placements, plain_name
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.rng import cpu_states
@@ -50,12 +50,12 @@ def clipping_norm(trainer: L.Trainer, optimizer: Any, full: dict[str, Tensor]) -
     if limit == 0:
         return {}
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    local = [_local(one) for one in gradients]
+    local = [local_part(one) for one in gradients]
     before = [one.clone() for one in local]
     # A strategy may clip all that the module has, also what no optimizer gets.
     known = set(map(id, gradients))
     rest = [p.grad for p in trainer.lightning_module.parameters() if p.grad is not None and id(p.grad) not in known]
-    beside = [(_local(one), _local(one).clone()) for one in rest]
+    beside = [(local_part(one), local_part(one).clone()) for one in rest]
     held: dict[tuple[str, ...], float] = {}
     for gradient, one in zip(gradients, before, strict=True):
         cut = _cut_over(gradient)
@@ -91,10 +91,6 @@ def _cut_over(tensor: Tensor) -> tuple[str, ...]:
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
     return tuple(name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import derive_seed, isolated_rng
-from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed._sharded import local_part
 from fairlead_distributed.parallel.pipeline.pipeline import Pipeline, add_gradients
 from fairlead_strategies.pipeline.stages import Split
 
@@ -235,7 +235,7 @@ class _HandOver(torch.autograd.Function):
             raise ConfigError("the loss of a pipeline is taken backward a second time", where="training_step")
         scale = scales[0]
         plain = scale.device.type == "cpu" and float(scale) == 1.0  # a GPU would be waited for
-        local = [] if plain else [g.to_local() if is_dtensor(g) else g for g in gradients if g is not None]
+        local = [] if plain else [local_part(one) for one in gradients if one is not None]
         for device in {g.device for g in local}:
             torch._foreach_mul_([g for g in local if g.device == device], scale.to(device))
         add_gradients(ctx.parameters, gradients)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairlead_distributed._sharded import is_dtensor
+from fairlead_distributed._sharded import local_part
 from fairlead_distributed.gradients import clip_grad_norm
 
 
@@ -112,5 +112,4 @@ def add_up(tied: Sequence[Tied]) -> None:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad: Tensor = parameter.grad
-        dist.all_reduce(grad.to_local() if is_dtensor(grad) else grad, group=one.group)
+        dist.all_reduce(local_part(parameter.grad), group=one.group)
