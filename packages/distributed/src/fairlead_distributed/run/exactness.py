@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fairlead.errors import RunDirectoryError
-from fairlead.exactness import EXACTNESS_FILE, inexact_kernels, record, sentence, verdict
+from fairlead.exactness import EXACTNESS_FILE, inexact_kernels, record, sentence
 from fairlead.findings import Inexact
 from fairlead_distributed.run.registry import Registry
 from fairlead_runs.commit import atomic_write
@@ -91,7 +91,8 @@ class ExactnessRecord:
         new = [one for one in dict.fromkeys((*settings, *seen)) if one not in self._reported and one not in silent]
         self._reported.update(new)
         if new:
-            self._say("\n".join([f"resume is {verdict(new)}:", *(f"  {sentence(one)}" for one in new)]))
+            head = f"resume is {'not' if any(one.certain for one in new) else 'not known to be'} exact:"
+            self._say("\n".join([head, *(f"  {sentence(one)}" for one in new)]))
 
     def _write(self, text: str) -> None:
         try:
