@@ -92,9 +92,10 @@ def seeded_split(
         raise ConfigError(
             f"cannot split into {list(fractions)}", where="seeded_split", fix="give positive fractions that sum to 1"
         )
-    # Halves go up: `round` sends them to the even number, which can leave a part empty.
+    # Halves go up, also those that lie a rounding error below: `round` sends them to the even number, and either can
+    # leave a part empty.
     shares = (math.fsum(fractions[: i + 1]) for i in range(len(fractions) - 1))
-    bounds = [0, *(math.floor(length * share + 0.5) for share in shares), length]
+    bounds = [0, *(math.floor(length * (share + 1e-12) + 0.5) for share in shares), length]
     order = permutation(length, derive_seed("split", seed)).tolist()
     parts = [order[start:end] for start, end in pairwise(bounds)]
     if not all(parts):
