@@ -512,9 +512,9 @@ def test_a_run_that_cannot_be_opened_leaves_signals_as_they_were(tmp_path: Path)
 def test_a_config_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a setting is a Linear, which is not plain data"):
         Job(tmp_path, config={"model": nn.Linear(1, 1)}).train()
-    with pytest.raises(ConfigError, match="accumulate_grad_batches cannot be 'two'"):
+    with pytest.raises(ConfigError, match="accumulate_grad_batches is the text 'two'"):
         Job(tmp_path, config={"accumulate_grad_batches": "two"})
-    with pytest.raises(ConfigError, match="max_steps cannot be 'many'"):
+    with pytest.raises(ConfigError, match="max_steps is the text 'many'"):
         Job(tmp_path, config={"max_steps": "many"})
     assert not (tmp_path / "run").exists()
 

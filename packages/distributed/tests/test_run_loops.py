@@ -205,18 +205,18 @@ def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("not exact, because of the position in an epoch") == 1
 
 
-def test_a_field_of_checkpoint_that_there_is_not_is_named(tmp_path: Path) -> None:
-    """With the one that is meant."""
-    with pytest.raises(ConfigError, match=r"(?s)unknown field 'every_n_step'.*Run\(checkpoint=.*'every_n_steps'"):
-        Run(tmp_path / "run", checkpoint={"every_n_step": 3})
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"batch_policy": "keep"}, r"(?s)'keep': it should be 'keep_global' or 'keep_per_device'.*Run, batch_policy"),
         ({"requeue": "slrum"}, r"(?s)unknown requeue 'slrum'.*did you mean 'slurm'"),
         ({"loggers": [{"name": "csv", "row": 1}]}, r"(?s)unknown field 'row'.*Run, loggers\[0\].row"),
+        ({"loggers": "csv"}, "loggers is the text 'csv': it should be a list"),
+        ({"local_buffers": "queue"}, "local_buffers is the text 'queue': it should be a list"),
+        ({"on_divergence": "warn"}, "on_divergence is the text 'warn': it should be 'error', 'warning' or 'ignore'"),
+        ({"checkpoint": {"every_n_step": 3}}, r"(?s)'every_n_step'.*Run, checkpoint.every_n_step.*'every_n_steps'"),
+        ({"checkpoint": 3}, r"(?s)checkpoint is 3: it should be a mapping .*Run, checkpoint"),
+        ({"copy_to": 3}, r"(?s)url is 3: it should be text.*copy_to, url"),
     ],
 )
 def test_a_wrong_argument_is_named(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:

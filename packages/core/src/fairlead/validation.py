@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fairlead.config.job import EXTENDS
+from fairlead.config.job import EXTENDS, JobConfig
 from fairlead.errors import FairleadError, did_you_mean
 from fairlead.findings import Finding
 from fairlead.open_union import OpenUnion
@@ -61,7 +61,7 @@ def validated(model: type[M], fields: object, where: str, plugins: PluginManager
     try:
         return model.model_validate(fields, context={"plugins": plugins})
     except ValidationError as error:
-        found = findings_of(error, fields, model, plugins, lambda path: f"{where}, {dotted(path)}")
+        found = findings_of(error, fields, model, plugins, lambda path: ", ".join(filter(None, (where, dotted(path)))))
         raise found[0].as_error() from None
 
 
@@ -141,7 +141,7 @@ def _unknown_field(path: Path, data: Any, model: type[BaseModel], plugins: Plugi
     name, parent = str(path[-1]), path[:-1]
     owner = _model_at(parent, data, model, plugins)
     fields = sorted(f.alias or n for n, f in owner.model_fields.items()) if owner else []
-    fields += [] if parent else [EXTENDS]
+    fields += [EXTENDS] if owner is JobConfig else []
     if name == EXTENDS:
         what = f"{EXTENDS!r} stands inside of {dotted(parent)}"
         return Finding("error", "unknown-field", what, where=where, fix=f"write {EXTENDS} at the top of the file")
@@ -224,6 +224,7 @@ def _lowered(message: str) -> str:
     for old, new in (
         ("a valid dictionary", "a mapping"),
         ("a valid string", "text"),
+        ("a valid tuple", "a list"),
         ("a valid ", "a "),
         (" a integer", " an integer"),
     ):

@@ -94,7 +94,7 @@ class Fairlead(TrainerCallback):
         self._run = run_config(run)
         self._plugins = plugins if plugins is not None else default_plugins()
         self._environ = os.environ if environ is None else environ
-        requested: dict[str, Any] = {"loggers": list(loggers), "batch_policy": batch_policy}
+        requested: dict[str, Any] = {"loggers": loggers, "batch_policy": batch_policy}
         requested |= {"requeue": requeue} if requeue is not None else {}
         self._config = validated(TrainerConfig, requested, "Fairlead", self._plugins)
         self._guard = guard

@@ -98,22 +98,21 @@ class Fairlead(L.Callback):
         self._environ = os.environ if environ is None else environ
         self._plugins = plugins
         plugins = plugins if plugins is not None else default_plugins()
-        name = type(self).__name__
-        self.checkpoint = validated(CheckpointConfig, checkpoint or {}, f"{name}(checkpoint=...)", plugins)
         self._config = validated(
             TrainerConfig,
             {
                 "requeue": requeue if instructions_in(self._environ) is None else "none",
-                "loggers": list(loggers),
+                "loggers": loggers,
+                "checkpoint": checkpoint or {},
                 "max_non_finite": max_non_finite,
                 "check_divergence_every_n_steps": check_divergence_every_n_steps,
                 "on_divergence": on_divergence,
-                "local_buffers": list(local_buffers),
+                "local_buffers": local_buffers,
                 "check_samples": check_samples,
                 "base_batch_size": base_batch_size,
                 "lr_rule": lr_rule,
             },
-            name,
+            type(self).__name__,
             plugins,
         )
         resolution = resolve(self._config, environ=self._environ, plugins=plugins)
@@ -162,7 +161,7 @@ class Fairlead(L.Callback):
                 return
         if session.checkpoint is not None:  # of a finished run: Lightning sees its limits, and trains no further
             compat.resume_from(trainer, session.checkpoint)
-        attached = self._fit.attach(trainer, session, self.checkpoint, loggers)
+        attached = self._fit.attach(trainer, session, self._config.checkpoint, loggers)
         # Last: the run is closed when all others have had their say.
         vars(trainer)["callbacks"] = [*(c for c in callbacks_of(trainer) if c is not self), self]
         for part in attached:

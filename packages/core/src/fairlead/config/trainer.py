@@ -235,7 +235,7 @@ class TrainerConfig(ConfigModel):
     """Compare the model of all ranks every N steps too, not only after the first, at checkpoints and at the end."""
     on_divergence: Annotated[Literal["error", "warning", "ignore"], MayChange("it only watches")] = "error"
     """What to do where the ranks hold different weights, buffers or optimizer state: end the run, or warn once."""
-    local_buffers: Annotated[list[str], MayChange("it only watches")] = Field(default_factory=list)
+    local_buffers: Annotated[list[str], MayChange("it only watches")] = Field(default_factory=list, strict=False)
     """Buffers that differ over the ranks on purpose, by name or pattern (`encoder.*.queue`)."""
     check_samples: Annotated[bool, MayChange("it only watches")] = True
     """Warn if ranks, or workers of the loader, train on the same samples, by the first batches of each start."""

@@ -50,7 +50,7 @@ def store_copies(copy_to: str | Mapping[str, Any], plugins: PluginManager) -> Ch
     plugin = plugins.get("checkpoint_io", _BACKEND)
     if not isinstance(plugin, CheckpointIOPlugin) or plugin.copies is None:
         raise PluginError(f"the checkpoint_io {_BACKEND!r} copies nothing by itself", where="copy_to")
-    fields = {"url": copy_to} if isinstance(copy_to, str) else dict(copy_to)
+    fields = copy_to if isinstance(copy_to, Mapping) else {"url": copy_to}
     config = validated(plugin.config, fields, "copy_to", plugins)
     copies: CheckpointCopies = imported(plugin.copies, f"the checkpoint_io {_BACKEND!r}")(config)
     return copies

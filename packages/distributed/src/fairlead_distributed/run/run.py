@@ -66,7 +66,7 @@ class Run(OpenRun):
         max_epochs: Where the training ends; None: that of `config`, if it has one.
         max_steps: The same in optimizer steps.
         checkpoint: When to save and what to keep, as a `CheckpointConfig` or its fields.
-        log_every_n_steps: How often what `step` is given goes into `metrics.csv` and to the loggers.
+        log_every_n_steps: How often what `step` is given goes into `metrics.csv` and to the loggers; 0: never.
         loggers: Where what is logged goes besides, as in a job's `trainer`: `["prometheus"]`.
         finite: Whether a weight that is not finite fails the run, instead of being saved.
         on_divergence: What replicas that differ do: fail the run, or give a warning.
@@ -132,35 +132,37 @@ class Run(OpenRun):
         plugins = plugins if plugins is not None else default_plugins()
         named = (config or {}).items()
         self._config = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in named}
-        trainer = validated(
-            TrainerConfig,
-            {
-                **({"requeue": requeue} if requeue is not None else {}),
-                "batch_policy": batch_policy,
-                "loggers": list(loggers),
-                "accumulate_grad_batches": _accumulated(self._config),
-            },
-            "Run",
-            plugins,
-        )
+        requested: dict[str, Any] = {
+            "max_epochs": self._config.get("max_epochs") if max_epochs is None else max_epochs,
+            "max_steps": self._config.get("max_steps") if max_steps is None else max_steps,
+            "checkpoint": checkpoint or {},
+            "log_every_n_steps": log_every_n_steps,
+            "loggers": loggers,
+            "on_divergence": on_divergence,
+            "local_buffers": local_buffers,
+            "check_samples": check_samples,
+            "batch_policy": batch_policy,
+            "requeue": requeue,
+            "accumulate_grad_batches": self._config.get("accumulate_grad_batches"),
+        }
+        given = {name: value for name, value in requested.items() if value is not None}
+        trainer = validated(TrainerConfig, given, "Run", plugins)
         environ = os.environ if environ is None else environ
         super().__init__(run_config(run), trainer, environ=environ, plugins=plugins, guard=guard, copy_to=copy_to)
         self.state: dict[str, Any] = {}
         self.epoch = 0
-        self._max_epochs = _limit("max_epochs", max_epochs, self._config)
-        self._max_steps = _limit("max_steps", max_steps, self._config)
-        self._checkpoint = validated(CheckpointConfig, checkpoint or {}, "Run(checkpoint=...)", plugins)
+        self._max_epochs = trainer.max_epochs if trainer.max_epochs != -1 else None
+        self._max_steps = trainer.max_steps if trainer.max_steps != -1 else None
+        self._checkpoint = trainer.checkpoint
         if self._checkpoint.save_weights_only:
             raise ConfigError(
                 "a run with save_weights_only could not be resumed",
-                where="Run(checkpoint=...)",
+                where="Run, checkpoint.save_weights_only",
                 fix="leave it out; `fairlead checkpoint export` makes a file with the weights alone",
             )
-        if log_every_n_steps < 1:
-            raise ConfigError(f"log_every_n_steps cannot be {log_every_n_steps}", where="Run", fix="1 or more")
         self._log_every = log_every_n_steps
         self._finite, self._gather = finite, gather
-        self._local_buffers = tuple(local_buffers)
+        self._local_buffers = tuple(trainer.local_buffers)
         self._registry = Registry()
         for name, value in state.items():
             self.register(name, value)
@@ -452,7 +454,7 @@ class Run(OpenRun):
             self._add_reason(_NO_BATCHES)
         session.at("logging" if self._sources else "compute")
         session.beat(_TRAIN, self.steps)
-        if metrics and self.steps % self._log_every == 0:
+        if metrics and self._log_every and self.steps % self._log_every == 0:
             self.log(metrics)
         if not self._sources:  # no batch is requested from this run
             self._at_boundary()
@@ -786,27 +788,6 @@ class Run(OpenRun):
                 fix="call run.restore() before the loop; it does nothing in a new run",
             )
         return session
-
-
-def _limit(name: str, given: int | None, config: Mapping[str, Any]) -> int | None:
-    """Where the training ends; -1 and None are without end, as Lightning has it."""
-    limit = config.get(name) if given is None else given
-    if limit is None or limit == -1:
-        return None
-    if not isinstance(limit, int) or limit < 0:
-        raise ConfigError(f"{name} cannot be {limit!r}", where="Run", fix="give a number, or None: without end")
-    return limit
-
-
-def _accumulated(config: Mapping[str, Any]) -> int:
-    accumulate = config.get("accumulate_grad_batches", 1)
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(
-            f"accumulate_grad_batches cannot be {accumulate!r}",
-            where="Run(config=...)",
-            fix="give the number of batches of a rank to one optimizer step",
-        )
-    return accumulate
 
 
 _END: Final = object()
