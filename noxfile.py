@@ -81,8 +81,8 @@ def run(session: nox.Session, *command: str, **environ: str) -> None:
     session.run(str(ENV / "bin" / command[0]), *command[1:], env=environ, external=True)
 
 
-IN_TWO = ("-n", "2", "--dist", "loadfile")
-"""Two processes; a file stays in one, as its tests share what a fixture has trained."""
+IN_TWO = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
+"""Two processes; a file stays in one, as its tests share what a fixture has trained. One that dies ends the tests."""
 
 
 def pytest(session: nox.Session, *arguments: str, python: Path = ENV) -> None:

@@ -44,13 +44,14 @@ def main(ran: Path, arguments: Sequence[str]) -> int:
     shutil.rmtree(ran, ignore_errors=True)
     with beside_others(sessions, alone=False):
         code = pytest(ran, arguments)
-    failed = (ran / "failed.txt").read_text(encoding="utf-8").splitlines() if code == 1 else []
+    names = ran / "failed.txt"  # is not there where a test hung and ended the process
+    failed = names.read_text(encoding="utf-8").splitlines() if code == 1 and names.exists() else []
     if not failed or len(failed) > MOST:
         return code
     print(f"{len(failed)} failed: run again, alone", flush=True)
     # Whatever was selected before: these are named.
     with beside_others(sessions, alone=True):
-        code = pytest(ran / "again", ["-m", "", f"@{ran / 'failed.txt'}"])
+        code = pytest(ran / "again", ["-m", "", f"@{names}"])
     if code == 0:
         print((ran / "failures.txt").read_text(encoding="utf-8"))
         outcomes = (ran / "tests.txt").read_text(encoding="utf-8").splitlines()
