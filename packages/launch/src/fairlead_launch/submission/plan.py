@@ -25,7 +25,6 @@ from fairlead.resolution import Resolution
 from fairlead_launch.submission.batch import BatchSubmitterConfig
 from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter, build_submitter
 from fairlead_launch.submission.requests import (
-    array_indices,
     command,
     frozen,
     hardware,
@@ -165,7 +164,7 @@ class Plan:
                 submitted=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 submit=_dumped(self.config),
                 cwd=str(request.cwd),
-                sweep=self.sweep[position] if request.sweep else (),
+                sweep=self.sweep[position] if self.sweep else (),
             )
             record.write(run / SUBMISSIONS / request.folder.name)
             records.append(record)
@@ -206,18 +205,18 @@ def make_plan(
     first = job_of(loads[0])
     config = _config(first.submit, plugins)
     submitter = build_submitter(_dumped(config), environ, plugins)
-    indices = _indices(config, submitter, len(grid), max_parallel)
+    if max_parallel is not None and not grid:
+        raise ConfigError(
+            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
+        )
+    indices = range(submitter.first_index, submitter.first_index + len(grid))
     resources = hardware(first)
     runs, checked = [], []
-    for position, index in enumerate(indices or [None]):
-        loaded = loads[position if grid else 0]
+    for loaded, index in zip(loads, indices or [None], strict=True):
         run, named = _run(loaded, index, cwd)
         runs.append(run)
-        if position == 0 or grid:
-            seen = dataclasses.replace(loaded, job=named.model_copy(update={"resources": resources}))
-            checked.append(
-                check_job(seen, environ=environ, plugins=plugins, profile="resources", purpose="check", cwd=cwd)
-            )
+        seen = dataclasses.replace(loaded, job=named.model_copy(update={"resources": resources}))
+        checked.append(check_job(seen, environ=environ, plugins=plugins, profile="resources", purpose="check", cwd=cwd))
     findings = [finding for one in checked for finding in one.findings]
     findings = list(dict.fromkeys([*errors_in(findings), *findings]))
     if errors_in(findings):
@@ -234,7 +233,7 @@ def make_plan(
     warn_s = warning_lead(config, runs)
     known = plugins.names("requeue")
     code = moved(loads[0].root, sources, folder)
-    names = [folder / "members" / f"{index}.yaml" for index in indices] if grid else [folder / "job.yaml"]
+    names = [folder / "members" / f"{index}.yaml" for index in indices] or [folder / "job.yaml"]
     given = variables(config)
     jobs = [with_requeuer(frozen(loaded, code, cwd), job_of(loaded), warn_s, known) for loaded in loads]
     pointer = {VARIABLE: str(folder / "code.json")} if sources is not None else {}
@@ -244,7 +243,6 @@ def make_plan(
         job_files=names,
         runs=runs,
         indices=indices,
-        sweep=bool(grid),
         job_texts=[text_of_job(data) for data in jobs],
         max_parallel=max_parallel or getattr(config, "max_parallel", None),
         cwd=cwd,
@@ -286,22 +284,6 @@ def job_of(loaded: LoadedJob) -> JobConfig:
     """The job of one that is valid."""
     assert loaded.job is not None
     return loaded.job
-
-
-def _indices(
-    config: SubmitterConfigBase, submitter: Submitter, members: int, max_parallel: int | None
-) -> Sequence[int]:
-    """The indices of the array that the job asks for, or of its members; empty: there is none."""
-    array = getattr(config, "array", None)
-    if max_parallel is not None and not (array or members):
-        raise ConfigError(
-            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
-        )
-    if array and members:
-        raise ConfigError(
-            "a sweep is an array already, and the job asks for another", where="submit.array", fix="leave one out"
-        )
-    return array_indices(array) if array else range(submitter.first_index, submitter.first_index + members)
 
 
 def _config(submit: SubmitterConfigBase | None, plugins: PluginManager) -> SubmitterConfigBase:

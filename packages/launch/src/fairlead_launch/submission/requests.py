@@ -28,7 +28,6 @@ WARN_S: Final = 120
 """Seconds that a step and a save are given where nothing was measured."""
 _ROUND_S: Final = 60  # SLURM looks at its clock every half minute; a signal may come that much later or earlier
 _WINDOW_S: Final = 600  # `limit_window_s` of a requeuer, as it is by itself
-_MOST_INDICES: Final = 100_000
 
 
 def hardware(job: JobConfig) -> ResourcesConfig:
@@ -112,21 +111,6 @@ def variables(config: SubmitterConfigBase) -> dict[str, str]:
     network = NETWORKS[config.network] if config.network is not None else {}
     own = {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in config.env.items()}
     return {**network, **own}
-
-
-def array_indices(text: str) -> list[int]:
-    """The indices of an array, `0-30:2,40`, in order."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, rest = part.partition("-")
-        last, _, step = rest.partition(":")
-        span = range(int(first), int(last or first) + 1, int(step or 1) or 1)
-        if len(found) + len(span) > _MOST_INDICES or not span:
-            raise ConfigError(
-                f"the array {text!r} is empty, or has more than {_MOST_INDICES} tasks", where="submit.array"
-            )
-        found += span
-    return sorted(set(found))
 
 
 def frozen(loaded: LoadedJob, code: Sequence[str], cwd: Path, name: str | None = None) -> dict[str, Any]:
