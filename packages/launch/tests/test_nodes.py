@@ -165,8 +165,7 @@ def test_a_range_goes_on_with_fewer_nodes_and_ends_as_one_below_its_least(job: J
     others[0].kill()
     assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
     newcomer = job.node(0, *words)
-    line = read_until(newcomer, "2 nodes run the job")
-    assert "this one comes in when their ranks have saved, or at their next start" in line
+    read_until(newcomer, "if the job runs already, until its ranks save or restart")
     newcomer.terminate()
     assert newcomer.wait(30) == 143  # that is no stop for those who train
     assert not any(launcher.poll() for launcher in (lead, others[1]))
@@ -237,11 +236,12 @@ def _parent(pid: int) -> int:
 
 
 def test_only_a_node_that_takes_part_stops_the_job() -> None:
-    """Neither a connection that has not introduced itself, nor between two starts a node that is in none of them."""
+    """Neither a connection that has not introduced itself, nor a node that came too late for this start."""
     listener = bind_listener(host="localhost")
     where = listener.getsockname()[:2]
-    job = Coordinator(listener, "localhost", nodes=(1, 2), start_s=20, restarts=Restarts(1, when_saved=True))
-
+    said = list[str]()
+    restarts = Restarts(1, when_saved=True)
+    job = Coordinator(listener, "localhost", nodes=(1, 2), count=1, start_s=20, restarts=restarts, say=said.append)
     same = {"least": 1, "most": 2, "count": 1}
 
     def connect() -> Line:
@@ -250,7 +250,6 @@ def test_only_a_node_that_takes_part_stops_the_job() -> None:
     def come(rank: int) -> Line:
         line = connect()
         line.send({"kind": "hello", "host": "a", "pid": rank, "rank": rank, "lead": not rank, **same})
-        line.send({"kind": "ready", "port": 1})
         return line
 
     def hear(line: Line, kind: str) -> dict[str, Any]:
@@ -267,12 +266,12 @@ def test_only_a_node_that_takes_part_stops_the_job() -> None:
     other.close()
     hear(lead, "trouble")
     spare = come(2)
-    lead.send({"kind": "ended", "code": 1, "step": None, "error": packed(RunFailedError("x")), "first": False})
-    hear(lead, "say")
+    lost = packed(RunFailedError("x"))
     spare.send({"kind": "stop", "signal": signal.SIGTERM})
     assert hear(spare, "end")["code"] == 143
-    lead.send({"kind": "ready", "port": 2})
+    lead.send({"kind": "ended", "code": 1, "step": None, "error": lost, "first": False})
     assert hear(lead, "go")["num_nodes"] == 1
+    assert "restarting the ranks (1 of 1)" in said[0]
     lead.send({"kind": "stop", "signal": signal.SIGTERM})
     lead.send({"kind": "ended", "code": 143, "step": None, "error": None, "first": True})
     assert hear(lead, "end")["code"] == 143

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         for finding in error.findings:
             session.warn(str(finding))
         if arguments.json:
-            nothing = {"trials": []} if arguments.local else {"id": None}
+            nothing: dict[str, object] = {"trials": []} if arguments.local else {"id": None}
             session.print_json({**nothing, "findings": [finding.as_dict() for finding in error.findings]})
         what = "not started" if arguments.local else "not submitted"
         session.warn(f"{' '.join(arguments.job)}: {what} ({counted(len(errors_in(error.findings)), 'error')})")

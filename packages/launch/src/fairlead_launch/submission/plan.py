@@ -273,7 +273,7 @@ def load_members(
     cwd: Path,
     environ: Mapping[str, str],
 ) -> list[LoadedJob]:
-    """A job in files, or an object that has a name, with each of these overrides; `WrongJobError` where one is invalid."""
+    """A job in files, or an object, with each of these overrides; `WrongJobError` where one is invalid."""
     if isinstance(job, JobConfig) and job.run.name is None:
         raise ConfigError("a job that is no file needs a name", where="run.name", fix="RunConfig(name=...)")
     loads = []
