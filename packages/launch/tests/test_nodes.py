@@ -135,7 +135,7 @@ def test_a_killed_rank_starts_all_nodes_again(job: Job) -> None:
 
 
 def test_the_printed_commands_are_those_that_start(job: Job) -> None:
-    place = ["--nnodes", "1:2", "--main-address", "localhost", "--main-port", str(job.port)]
+    place = ["--nnodes", "2", "--main-address", "localhost", "--main-port", str(job.port)]
     same = ["--nproc", "1", "--start-method", "spawn"]
     command = [sys.executable, "-m", "fairlead", "launch", *place, *same, "--print-commands"]
     words = [str(job.script), str(job.folder / "a folder")]
@@ -144,8 +144,9 @@ def test_the_printed_commands_are_those_that_start(job: Job) -> None:
     assert len(printed) == 2
     assert f"--node-rank 1 --main-address localhost --main-port {job.port}" in printed[1]
     (job.folder / "a folder" / "finish").touch()
-    assert subprocess.run(f"{sys.executable} -m {printed[0]}", shell=True, cwd=job.folder).returncode == 0
-    assert (job.folder / "a folder" / "0-0").exists()
+    nodes = [subprocess.Popen(f"exec {sys.executable} -m {one}", shell=True, cwd=job.folder) for one in printed]
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    assert {one.name for one in (job.folder / "a folder").glob("0-*")} == {"0-0", "0-1"}
 
 
 def read_until(launcher: subprocess.Popen[str], words: str) -> str:

@@ -75,7 +75,6 @@ class Request:
         cpus_per_device: CPU cores for each rank, where the job says so.
         host_memory_gib: Main memory of a node in GiB, where the job says so.
         warn_s: Seconds before the time limit at which the ranks are to be warned: one step and one save fit into it.
-        requeues: Whether a stop is to have the job restarted.
         command: The words that run `fairlead` on a node, as `("/env/bin/python", "-m", "fairlead")`.
         logs: The folder for the scheduler's output files.
         variables: Environment variables of the ranks: those of `submit.network`, then `submit.env`.
@@ -103,7 +102,6 @@ class Request:
     cpus_per_device: int | None = None
     host_memory_gib: float | None = None
     warn_s: int = 120
-    requeues: bool = True
     command: Sequence[str] = ("fairlead",)
     logs: Path = Path()
     variables: Mapping[str, str] = field(default_factory=dict)

@@ -256,7 +256,6 @@ def make_plan(
         cpus_per_device=resources.cpus_per_device,
         host_memory_gib=resources.host_memory_gib,
         warn_s=warn_s,
-        requeues=bool(getattr(config, "requeue", True)),
         command=command(config),
         logs=folder / "logs",
         variables={**variables(config), **pointer},
