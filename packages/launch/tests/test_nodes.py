@@ -279,3 +279,31 @@ def test_only_a_node_that_takes_part_stops_the_job() -> None:
     for line in (stranger, lead, spare):
         line.close()
     job.close()
+
+
+def test_a_late_word_on_the_last_start_does_not_end_the_next_one() -> None:
+    """A node whose ranks have just ended may be told to take them down: that is not for those of the next start."""
+    listener = bind_listener(host="localhost")
+    node = Participant(
+        "localhost",
+        listener.getsockname()[1],
+        nodes=(2, 2),
+        rank=1,
+        count=1,
+        start_s=20,
+        restarts=Restarts(0, when_saved=True),
+        say=lambda text: None,
+    )
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(node.next, [])
+        lead = Line(listener.accept()[0])
+        lead.send({"kind": "trouble", "why": "rank 0 failed"})
+        place = {"num_nodes": 2, "node_rank": 1, "address": "localhost", "port": 1}
+        lead.send({"kind": "go", **place, "start": 1, "changed": None, "why": None})
+        assert not isinstance(waiting.result(20), int)
+    assert node.trouble(None) is None
+    lead.send({"kind": "trouble", "why": "rank 0 failed again"})
+    until(lambda: node.trouble(None) == "rank 0 failed again")
+    node.close()
+    lead.close()
+    listener.close()

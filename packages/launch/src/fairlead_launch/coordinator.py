@@ -38,7 +38,6 @@ class _Node:
     """A launcher that has connected."""
 
     line: Line
-    arrival: int
     heard: float
     name: str = "a connection that has not introduced itself"
     rank: int = -1
@@ -50,10 +49,6 @@ class _Node:
         """Whether it takes part."""
         return self.rank >= 0
 
-    def order(self) -> tuple[bool, int, int]:
-        """What nodes are sorted by: node 0 first, then by number, then as they came."""
-        return (not self.lead, self.rank, self.arrival)
-
 
 @dataclass
 class _Start:
@@ -61,7 +56,7 @@ class _Start:
 
     size: int
     members: list[_Node]
-    results: dict[int, Message] = field(default_factory=dict)
+    results: dict[_Node, Message] = field(default_factory=dict)
     give_up_at: float | None = None
     grows: bool = False
 
@@ -102,7 +97,7 @@ class Coordinator:
         """The newest start of the ranks."""
         self._running = False
         """Whether its ranks still run; else the nodes of the next one are waited for."""
-        self._starts = self._arrivals = 0
+        self._starts = 0
         self._gather_since = self._came = self._alive = time.monotonic()
         self._lost: list[str] = []
         self._stop: int | None = None
@@ -159,8 +154,7 @@ class Coordinator:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(SILENT_S)
-        node = _Node(Line(connection), self._arrivals, time.monotonic())
-        self._arrivals += 1
+        node = _Node(Line(connection), time.monotonic())
         self._nodes.append(node)
         self._selector.register(connection, selectors.EVENT_READ, node)
 
@@ -173,9 +167,9 @@ class Coordinator:
             return
         last.members.remove(node)
         self._lost.append(node.name)
-        if self._running and node.arrival not in last.results:
+        if self._running and node not in last.results:
             error = RunFailedError(f"{node.name} was lost", why=why, fix="look at that machine, and at its own output")
-            last.results[node.arrival] = {"error": packed(error), "first": True, "step": None}
+            last.results[node] = {"error": packed(error), "first": True, "step": None}
             self._trouble(last, f"{node.name} was lost: {why}")
 
     def _handle(self, node: _Node, message: Message) -> None:
@@ -190,7 +184,7 @@ class Coordinator:
             self._stop = message["signal"]
             self._send([other for other in self._nodes if other is not node], message)
         elif kind == "ended" and last is not None and self._running and node in last.members:
-            last.results[node.arrival] = message
+            last.results[node] = message
             failed = message["error"] is not None
             if failed and message["first"] and self._stop is None:
                 self._trouble(last, f"{node.name}: {message['error']['what']}")
@@ -228,7 +222,8 @@ class Coordinator:
         return self._least == self._most
 
     def _known(self) -> list[_Node]:
-        return sorted((node for node in self._nodes if node.known), key=_Node.order)
+        """Those that take part: node 0 first, then by number, then as they came."""
+        return sorted((node for node in self._nodes if node.known), key=lambda node: (not node.lead, node.rank))
 
     def _gather(self) -> None:
         """Starts the ranks, when enough nodes are there."""
@@ -330,7 +325,7 @@ class Coordinator:
 
     def _trouble(self, this: _Start, why: str) -> None:
         """Has the ranks taken down that still run."""
-        self._send([n for n in this.members if n.arrival not in this.results], {"kind": "trouble", "why": why})
+        self._send([node for node in this.members if node not in this.results], {"kind": "trouble", "why": why})
 
     def _send(self, nodes: Sequence[_Node], message: Message) -> None:
         for node in nodes:
@@ -344,7 +339,7 @@ SILENT_S: Final = 10.0
 _LONGEST: Final = 1 << 17
 """Bytes of a message; who sends more is no launcher."""
 
-_SAID: Final = ("what", "where", "why", "fix")
+_PARTS: Final = ("what", "where", "why", "fix")
 
 Message = dict[str, Any]
 
@@ -397,10 +392,10 @@ class Line:
 
 def packed(error: FairleadError) -> Message:
     """An error as a message."""
-    return {name: getattr(error, name) for name in (*_SAID, "exit_code")}
+    return {name: getattr(error, name) for name in (*_PARTS, "exit_code")}
 
 
 def unpacked(message: Message) -> FairleadError:
     """The error of a message."""
     kind = ConfigError if message["exit_code"] == ConfigError.exit_code else RunFailedError
-    return kind(message["what"], **{name: message[name] for name in _SAID[1:]})
+    return kind(message["what"], **{name: message[name] for name in _PARTS[1:]})
