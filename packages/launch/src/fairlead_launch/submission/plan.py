@@ -60,7 +60,7 @@ class WrongJobError(ConfigError):
         self.findings = list(dict.fromkeys([*wrong, *findings]))
         super().__init__(
             f"the job is not submitted: {len(wrong)} of its settings {'is' if len(wrong) == 1 else 'are'} wrong",
-            why="\n".join(dict.fromkeys(map(str, wrong))),
+            why="\n".join(str(finding) for finding in errors_in(self.findings)),
         )
 
 
