@@ -78,7 +78,6 @@ def manifests(kind: str, settings: Mapping[str, Any], folder: Path, **resources:
         plugins=PluginManager(),
         cwd=folder,
     )
-    assert not isinstance(made, list), made
     [text] = made.files.values()
     return {one["kind"]: one for one in yaml.safe_load_all(text)}
 

@@ -135,7 +135,7 @@ def test_a_killed_rank_starts_all_nodes_again(job: Job) -> None:
 
 
 def test_the_printed_commands_are_those_that_start(job: Job) -> None:
-    place = ["--nnodes", "1:2", "--main-address", "localhost", "--main-port", str(job.port)]
+    place = ["--nnodes", "2", "--main-address", "localhost", "--main-port", str(job.port)]
     same = ["--nproc", "1", "--start-method", "spawn"]
     command = [sys.executable, "-m", "fairlead", "launch", *place, *same, "--print-commands"]
     words = [str(job.script), str(job.folder / "a folder")]
@@ -144,8 +144,9 @@ def test_the_printed_commands_are_those_that_start(job: Job) -> None:
     assert len(printed) == 2
     assert f"--node-rank 1 --main-address localhost --main-port {job.port}" in printed[1]
     (job.folder / "a folder" / "finish").touch()
-    assert subprocess.run(f"{sys.executable} -m {printed[0]}", shell=True, cwd=job.folder).returncode == 0
-    assert (job.folder / "a folder" / "0-0").exists()
+    nodes = [subprocess.Popen(f"exec {sys.executable} -m {one}", shell=True, cwd=job.folder) for one in printed]
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    assert {one.name for one in (job.folder / "a folder").glob("0-*")} == {"0-0", "0-1"}
 
 
 def read_until(launcher: subprocess.Popen[str], words: str) -> str:
@@ -165,8 +166,7 @@ def test_a_range_goes_on_with_fewer_nodes_and_ends_as_one_below_its_least(job: J
     others[0].kill()
     assert [rank[2] for rank in job.ranks(1, 2)] == ["2", "2"]
     newcomer = job.node(0, *words)
-    line = read_until(newcomer, "2 nodes run the job")
-    assert "this one comes in when their ranks have saved, or at their next start" in line
+    read_until(newcomer, "if the job runs already, until its ranks save or restart")
     newcomer.terminate()
     assert newcomer.wait(30) == 143  # that is no stop for those who train
     assert not any(launcher.poll() for launcher in (lead, others[1]))
@@ -237,11 +237,12 @@ def _parent(pid: int) -> int:
 
 
 def test_only_a_node_that_takes_part_stops_the_job() -> None:
-    """Neither a connection that has not introduced itself, nor between two starts a node that is in none of them."""
+    """Neither a connection that has not introduced itself, nor a node that came too late for this start."""
     listener = bind_listener(host="localhost")
     where = listener.getsockname()[:2]
-    job = Coordinator(listener, "localhost", nodes=(1, 2), start_s=20, restarts=Restarts(1, when_saved=True))
-
+    said = list[str]()
+    restarts = Restarts(1, when_saved=True)
+    job = Coordinator(listener, "localhost", nodes=(1, 2), count=1, start_s=20, restarts=restarts, say=said.append)
     same = {"least": 1, "most": 2, "count": 1}
 
     def connect() -> Line:
@@ -250,7 +251,6 @@ def test_only_a_node_that_takes_part_stops_the_job() -> None:
     def come(rank: int) -> Line:
         line = connect()
         line.send({"kind": "hello", "host": "a", "pid": rank, "rank": rank, "lead": not rank, **same})
-        line.send({"kind": "ready", "port": 1})
         return line
 
     def hear(line: Line, kind: str) -> dict[str, Any]:
@@ -267,15 +267,43 @@ def test_only_a_node_that_takes_part_stops_the_job() -> None:
     other.close()
     hear(lead, "trouble")
     spare = come(2)
-    lead.send({"kind": "ended", "code": 1, "step": None, "error": packed(RunFailedError("x")), "first": False})
-    hear(lead, "say")
+    lost = packed(RunFailedError("x"))
     spare.send({"kind": "stop", "signal": signal.SIGTERM})
     assert hear(spare, "end")["code"] == 143
-    lead.send({"kind": "ready", "port": 2})
+    lead.send({"kind": "ended", "code": 1, "step": None, "error": lost, "first": False})
     assert hear(lead, "go")["num_nodes"] == 1
+    assert "restarting the ranks (1 of 1)" in said[0]
     lead.send({"kind": "stop", "signal": signal.SIGTERM})
     lead.send({"kind": "ended", "code": 143, "step": None, "error": None, "first": True})
     assert hear(lead, "end")["code"] == 143
     for line in (stranger, lead, spare):
         line.close()
     job.close()
+
+
+def test_a_late_word_on_the_last_start_does_not_end_the_next_one() -> None:
+    """A node whose ranks have just ended may be told to take them down: that is not for those of the next start."""
+    listener = bind_listener(host="localhost")
+    node = Participant(
+        "localhost",
+        listener.getsockname()[1],
+        nodes=(2, 2),
+        rank=1,
+        count=1,
+        start_s=20,
+        restarts=Restarts(0, when_saved=True),
+        say=lambda text: None,
+    )
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(node.next, [])
+        lead = Line(listener.accept()[0])
+        lead.send({"kind": "trouble", "why": "rank 0 failed"})
+        place = {"num_nodes": 2, "node_rank": 1, "address": "localhost", "port": 1}
+        lead.send({"kind": "go", **place, "start": 1, "changed": None, "why": None})
+        assert not isinstance(waiting.result(20), int)
+    assert node.trouble(None) is None
+    lead.send({"kind": "trouble", "why": "rank 0 failed again"})
+    until(lambda: node.trouble(None) == "rank 0 failed again")
+    node.close()
+    lead.close()
+    listener.close()

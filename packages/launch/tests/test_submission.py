@@ -20,7 +20,7 @@ from fairlead.own_checks import user_code
 from fairlead.testing import FakeEntryPoint, stand_ins
 from fairlead_launch.commands import plugin as commands
 from fairlead_launch.submission import lsf, read_submission, slurm
-from fairlead_launch.submission.requests import array_indices, members
+from fairlead_launch.submission.requests import members
 from fairlead_runs import collect_provenance
 from fairlead_runs.checks import run_directory
 from fairlead_runs.commands.plugins import runs
@@ -123,7 +123,6 @@ def site(tmp_path: Path) -> Site:
         ({"submit": {"name": "slurm"}}, (), "a mapping with `name`"),
         ({"submit": {"to": "slrum"}}, (), "did you mean 'slurm'?"),
         ({"submit": {"network": "efaa"}}, (), "did you mean 'efa'?"),
-        ({"submit": {"array": "1-"}}, (), "'1-' is no array"),
         ({}, ("--set", "submit=null"), "the job does not say where it is to be submitted to"),
         ({"submit": {"time": "00:02:30"}}, (), "too short to be warned 120 seconds before its end"),
         ({"submit": {"env": {"A B": 1}}}, (), "'A B' is not the name of a variable"),
@@ -134,7 +133,6 @@ def site(tmp_path: Path) -> Site:
         ({}, ("--sweep", "run.seed"), "is not PATH=VALUES"),
         ({}, ("--sweep", "run.seed=range(0)"), "has no value"),
         ({}, ("--sweep", "run.seed=1,-1"), "-1"),
-        ({"submit": {"array": "0-3"}}, ("--sweep", "run.seed=1,2"), "a sweep is an array already"),
         ({}, ("--sweep", "submit.time=1,2"), "all members of a sweep share"),
         ({"trainer": {"max_steps": 10, "logger": 3}}, (), "unknown field 'logger'"),
     ],
@@ -315,7 +313,7 @@ def test_without_git_the_folder_is_copied_up_to_a_size(
     assert "data.bin" in capsys.readouterr().err
 
 
-# -- arrays and sweeps
+# -- sweeps
 
 
 def test_a_sweep_has_a_file_and_a_record_for_each_member(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,12 +331,6 @@ def test_a_sweep_has_a_file_and_a_record_for_each_member(site: Site, capsys: pyt
     shown = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in shown] == [f"sine-task-{n}" for n in range(4)]  # which have not begun
     assert shown[3]["settings"] == {"model.args.width": 4, "run.seed": 1}
-    site.job(run={"name": "net-w{model.args.width}"}, submit={"array": "1,4-8:2", "max_parallel": 2})
-    assert site.submit() == 2  # a name cannot ask for what only members set
-    site.job(submit={"array": "1,4-8:2", "max_parallel": 2})
-    assert site.submit() == 0
-    assert "#SBATCH --array=1,4-8:2%2" in (site.bin / "sbatch.script").read_text()
-    assert read_submission(site.folder / "runs/sine-task-6") is not None
 
 
 def test_the_values_of_a_sweep_are_those_of_set() -> None:
@@ -346,7 +338,6 @@ def test_the_values_of_a_sweep_are_those_of_set() -> None:
     assert len(grid) == 15
     assert [one[0] for one in grid[::3]] == ["a.b=0.001", 'a.b="x, y"', "a.b=[1, 2]", "a.b=null", "a.b=.inf"]
     assert [one[1] for one in grid[:3]] == ["c=1", "c=3", "c=5"]
-    assert array_indices("0-6:3,1") == [0, 1, 3, 6]
     with pytest.raises(ConfigError, match="is there twice"):
         members(["a=1", "a=2"])
     with pytest.raises(ConfigError, match="more than"):

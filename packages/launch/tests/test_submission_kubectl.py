@@ -116,7 +116,7 @@ def test_nothing_is_left_of_what_is_refused_in_part(cluster: dict[str, str], tmp
 
 def test_a_sweep_is_a_job_for_each_member(cluster: dict[str, str], tmp_path: Path) -> None:
     submitter = on_kubernetes(cluster, namespace="research")
-    sweep = request(JOB, JOB, sweep=True, indices=(0, 1))
+    sweep = request(JOB, JOB, indices=(0, 1))
     job = submitter.submit(sweep, written(submitter, sweep, tmp_path))
     first, second = (submitter.member(job, index) for index in (0, 1))
     maps = [one for one in yaml.safe_load_all(*submitter.render(sweep).values()) if one["kind"] == "ConfigMap"]

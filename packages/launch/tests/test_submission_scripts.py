@@ -87,7 +87,7 @@ def test_cpus_with_threads(tmp_path: Path, nodes: int) -> None:
 
 def test_lsf_gets_what_slurm_gets(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"partition": "gpu", "account": "x", "dependency": "done(7)", "constraint": "select[ib]"}
-    script = options(lsf(**settings), request(tmp_path, gpus=True, indices=(1, 2), sweep=True, max_parallel=1))
+    script = options(lsf(**settings), request(tmp_path, gpus=True, indices=(1, 2), max_parallel=1))
     assert {"-J 'sine[1-2]%1'", "-n 4", "-gpu num=2", "-q gpu", "-P x", "-w 'done(7)'", "-r", "-Q 75"} <= set(script)
     assert "-R 'span[ptile=2] select[ib]'" in script
     assert "-wt 2" not in options(lsf(time="00:02:00"), request(tmp_path))  # bsub refuses it

@@ -174,7 +174,7 @@ def test_a_sweep_is_an_array(tmp_path: Path) -> None:
         (bin / name).chmod(0o755)
     environ = {"PATH": f"{bin}:{SYSTEM_PATH}"}
     members = tuple(tmp_path / f"1/members/{n}.yaml" for n in (1, 2))
-    request = Request("a sweep", tmp_path / "1", members, members, (1, 2), True, cwd=tmp_path, command=["echo"])
+    request = Request("a sweep", tmp_path / "1", members, members, (1, 2), cwd=tmp_path, command=["echo"])
     submitter = SGESubmitter(SGESubmitterConfig(queue="all.q"), environ)
     (text,) = submitter.render(request).values()
     assert {"#$ -N 'a sweep'", "#$ -t 1-2", "#$ -q all.q", "#$ -pe smp 1", "#$ -notify"} <= set(text.splitlines())

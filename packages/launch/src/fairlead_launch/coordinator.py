@@ -14,23 +14,22 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fairlead.errors import ConfigError, FairleadError, RunFailedError
+from fairlead_launch.ports import HeldPort
 from fairlead_launch.restarts import Restarts
 from fairlead_launch.verdict import SAVED
 
 _TICK_S: Final = 0.1
 _LATE_S: Final = 5.0
 """How long a first start with the least number of nodes waits for more, after the last one that came."""
-_OTHERS_S: Final = 2.0
-"""How long the others may take to say what has failed, after one that only lost them."""
-_STOP_S: Final = 45.0
-"""The same in a stop."""
+_SAVE_S: Final = 45.0
+"""How long the ranks of other nodes may take to save and end, after those of one node have stopped."""
 _LEAVE_S: Final = 5.0
-"""The same to hear of the end."""
+"""How long the others may take to hear of the end."""
 _FINAL: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -39,25 +38,16 @@ class _Node:
     """A launcher that has connected."""
 
     line: Line
-    arrival: int
     heard: float
     name: str = "a connection that has not introduced itself"
     rank: int = -1
+    """Its number; below 0 it takes no part: it has not introduced itself, was refused, or was stopped."""
     lead: bool = False
-    count: int = 0
-    port: int | None = None
-    """Where its rank 0 would listen in the next start, for which it waits; None: it does not."""
-    notified: bool = False
-    """Whether it knows that the others run without it."""
 
     @property
     def known(self) -> bool:
-        """Whether it has introduced itself."""
+        """Whether it takes part."""
         return self.rank >= 0
-
-    def order(self) -> tuple[bool, int, int]:
-        """What nodes are sorted by: node 0 first, then by number, then as they came."""
-        return (not self.lead, self.rank, self.arrival)
 
 
 @dataclass
@@ -66,7 +56,7 @@ class _Start:
 
     size: int
     members: list[_Node]
-    results: dict[int, Message] = field(default_factory=dict)
+    results: dict[_Node, Message] = field(default_factory=dict)
     give_up_at: float | None = None
     grows: bool = False
 
@@ -78,16 +68,28 @@ class Coordinator:
         listener: Where the launchers connect.
         address: What the ranks of other nodes reach this machine by.
         nodes: The least and the largest number of nodes of a start.
+        count: Processes of each node.
         start_s: Seconds in which the nodes of a start must have come.
         restarts: How often there is another start.
+        say: Shows a line to the user of node 0.
     """
 
     def __init__(
-        self, listener: socket.socket, address: str, *, nodes: tuple[int, int], start_s: float, restarts: Restarts
+        self,
+        listener: socket.socket,
+        address: str,
+        *,
+        nodes: tuple[int, int],
+        count: int,
+        start_s: float,
+        restarts: Restarts,
+        say: Callable[[str], None],
     ) -> None:
         self._listener, self._address = listener, address
+        self._main_port = int(listener.getsockname()[1])
         self._least, self._most = nodes
-        self._start_s, self._restarts = start_s, restarts
+        self._count, self._start_s, self._restarts, self._say = count, start_s, restarts, say
+        self._held = HeldPort()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._nodes: list[_Node] = []
@@ -95,11 +97,13 @@ class Coordinator:
         """The newest start of the ranks."""
         self._running = False
         """Whether its ranks still run; else the nodes of the next one are waited for."""
-        self._starts = self._arrivals = 0
+        self._starts = 0
         self._gather_since = self._came = self._alive = time.monotonic()
         self._lost: list[str] = []
         self._stop: int | None = None
         self._last_error: Message | None = None
+        self._why: str | None = None
+        """Why there is another start."""
         self._over = False
         self._thread = threading.Thread(target=self._run, name="fairlead-coordinator", daemon=True)
         self._thread.start()
@@ -124,6 +128,7 @@ class Coordinator:
                 node.line.close()
             self._listener.close()
             self._selector.close()
+            self._held.close()
 
     def _listen(self) -> None:
         """Takes in what has come, and who has gone."""
@@ -149,8 +154,7 @@ class Coordinator:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(SILENT_S)
-        node = _Node(Line(connection), self._arrivals, time.monotonic())
-        self._arrivals += 1
+        node = _Node(Line(connection), time.monotonic())
         self._nodes.append(node)
         self._selector.register(connection, selectors.EVENT_READ, node)
 
@@ -163,42 +167,38 @@ class Coordinator:
             return
         last.members.remove(node)
         self._lost.append(node.name)
-        if self._running and node.arrival not in last.results:
+        if self._running and node not in last.results:
             error = RunFailedError(f"{node.name} was lost", why=why, fix="look at that machine, and at its own output")
-            last.results[node.arrival] = {"error": packed(error), "first": True, "step": None}
+            last.results[node] = {"error": packed(error), "first": True, "step": None}
             self._trouble(last, f"{node.name} was lost: {why}")
 
     def _handle(self, node: _Node, message: Message) -> None:
-        kind, last = message["kind"], self._last if self._running else None
-        if not node.known:  # without a hello it is no launcher, or one that was refused
+        kind, last = message["kind"], self._last
+        if not node.known:
             if kind == "hello":
                 self._welcome(node, message)
-        elif kind == "ready":
-            node.port = message["port"]
-            self._came = time.monotonic()
-        elif kind == "stop" and self._last is not None and node not in self._last.members:
-            node.port = None  # the others continue
+        elif kind == "stop" and last is not None and node not in last.members:
+            node.rank = -1  # the others continue
             self._send([node], {"kind": "end", "code": 128 + message["signal"], "error": None})
         elif kind == "stop" and (self._stop is None or (self._stop not in _FINAL and message["signal"] in _FINAL)):
             self._stop = message["signal"]
             self._send([other for other in self._nodes if other is not node], message)
-        elif kind == "ended" and last is not None and node in last.members:
-            last.results[node.arrival] = message
+        elif kind == "ended" and last is not None and self._running and node in last.members:
+            last.results[node] = message
             failed = message["error"] is not None
             if failed and message["first"] and self._stop is None:
                 self._trouble(last, f"{node.name}: {message['error']['what']}")
             elif failed or message["code"] not in (0, SAVED):
-                patience = _OTHERS_S if self._stop is None else _STOP_S
-                last.give_up_at = last.give_up_at or time.monotonic() + patience
+                last.give_up_at = last.give_up_at or time.monotonic() + _SAVE_S
 
     def _welcome(self, node: _Node, message: Message) -> None:
         known = self._known()
-        own = {"least": self._least, "most": self._most, "count": known[0].count if known else message["count"]}
+        own = {"least": self._least, "most": self._most, "count": self._count}
         name = f"node {message['rank']} on {message['host']}"
         refused = None
         if any(own[setting] != message[setting] for setting in own):
             asks, do = (f"{one['least']} to {one['most']} nodes of {one['count']} processes" for one in (message, own))
-            refused = f"it asks for {asks}, and the others for {do}"
+            refused = f"it asks for {asks}, and node 0 for {do}"
         elif len(known) >= self._most:
             refused = f"{len(known)} nodes are there already: {', '.join(one.name for one in known)}"
         elif self._fixed and (twin := [one for one in known if one.rank == message["rank"]]):
@@ -206,12 +206,12 @@ class Coordinator:
         if refused is not None:
             error = ConfigError(
                 f"{name} cannot take part: {refused}",
-                where=f"{self._address}:{self._listener.getsockname()[1]}",
+                where=f"{self._address}:{self._main_port}",
                 fix="start all nodes with the same options, each with its own --node-rank",
             )
             self._send([node], {"kind": "end", "code": error.exit_code, "error": packed(error), "own": True})
             return
-        node.rank, node.lead, node.count = message["rank"], message["lead"], message["count"]
+        node.rank, node.lead = message["rank"], message["lead"]
         node.name = name if self._fixed else f"the node on {message['host']} (process {message['pid']})"
         if node.name in self._lost:
             self._lost.remove(node.name)
@@ -222,26 +222,22 @@ class Coordinator:
         return self._least == self._most
 
     def _known(self) -> list[_Node]:
-        return sorted((node for node in self._nodes if node.known), key=_Node.order)
+        """Those that take part: node 0 first, then by number, then as they came."""
+        return sorted((node for node in self._nodes if node.known), key=lambda node: (not node.lead, node.rank))
 
     def _gather(self) -> None:
         """Starts the ranks, when enough nodes are there."""
-        waiting = [node for node in self._known() if node.port is not None]
-        now = time.monotonic()
+        known, now = self._known(), time.monotonic()
+        # The first start waits for all that may come; another one takes those that are there.
+        settled = self._last is not None or len(known) >= self._most or now - self._came > _LATE_S
         if self._stop is not None:
             self._end(SAVED if self._starts else 128 + self._stop, self._last_error)
         elif self._fixed and self._lost:  # into a range others may come
             self._end(1, self._too_few())
-        elif len(waiting) >= self._least and waiting[0].lead and self._settled(waiting, now):
-            self._start(waiting)
+        elif len(known) >= self._least and known[0].lead and settled:
+            self._start(known)
         elif now - self._gather_since > self._start_s:
             self._end(1, self._too_few())
-
-    def _settled(self, waiting: Sequence[_Node], now: float) -> bool:
-        """Whether all nodes that are expected have arrived."""
-        if self._last is None:
-            return len(waiting) >= self._most or now - self._came > _LATE_S
-        return all(node.port is not None for node in self._last.members)  # else it still ends its ranks
 
     def _too_few(self) -> Message:
         known, where = self._known(), None
@@ -266,36 +262,22 @@ class Coordinator:
         if before is not None and len(members) != before.size:
             what = "trainer.batch_policy decides what becomes of the batch"
             changed.append(f"{len(members)} node{'s'[: len(members) != 1]}, {before.size} before: {what}")
+        # Behind the launchers' own port, for a firewall that lets some through. Another one in each start: ranks that
+        # are left over from the last one cannot connect.
+        port = self._held.hold([*range(self._main_port + 1, min(self._main_port + 101, 65536)), 0])
         for index, node in enumerate(members):
-            self._send(
-                [node],
-                {
-                    "kind": "go",
-                    "num_nodes": len(members),
-                    "node_rank": index,
-                    "address": self._address,
-                    "port": members[0].port,
-                    "start": self._starts,
-                    "changed": "; ".join(changed) or None,
-                },
-            )
-        for node in members:
-            node.port, node.notified = None, False
+            go = {"kind": "go", "num_nodes": len(members), "node_rank": index, "address": self._address, "port": port}
+            go |= {"start": self._starts, "changed": "; ".join(changed) or None}
+            self._send([node], {**go, "why": None if node.lead else self._why})
         self._last, self._running = _Start(len(members), list(members)), True
         self._starts += 1
 
     def _watch(self, this: _Start) -> None:
         """Looks for what the ranks of a start need next."""
-        for node in self._nodes:
-            if node.port is not None and node not in this.members:
-                if not this.grows and not this.results and self._stop is None:
-                    this.grows = True
-                    self._send(this.members, {"kind": "grow", "who": node.name})
-                if not node.notified:
-                    node.notified = True
-                    run = "1 node runs" if this.size == 1 else f"{this.size} nodes run"
-                    text = f"{run} the job: this one comes in when their ranks have saved, or at their next start"
-                    self._send([node], {"kind": "say", "text": text})
+        new = [node for node in self._known() if node not in this.members]
+        if new and not this.grows and not this.results and self._stop is None:
+            this.grows = True
+            self._send(this.members, {"kind": "grow", "who": new[0].name})
         if this.give_up_at is not None and time.monotonic() > this.give_up_at:
             self._trouble(this, "the ranks of another node have ended")
         if len(this.results) == this.size:
@@ -333,9 +315,8 @@ class Coordinator:
             return
         self._last_error = error
         self._running, self._gather_since = False, time.monotonic()
-        short = f"{error['what']}; restarting the ranks" if error is not None else text
-        for node in this.members:
-            self._send([node], {"kind": "say", "text": text if node.lead else short})
+        self._why = f"{error['what']}; restarting the ranks" if error is not None else text
+        self._say(text)
 
     def _end(self, code: int, error: Message | None = None) -> None:
         """The same for all nodes."""
@@ -344,7 +325,7 @@ class Coordinator:
 
     def _trouble(self, this: _Start, why: str) -> None:
         """Has the ranks taken down that still run."""
-        self._send([n for n in this.members if n.arrival not in this.results], {"kind": "trouble", "why": why})
+        self._send([node for node in this.members if node not in this.results], {"kind": "trouble", "why": why})
 
     def _send(self, nodes: Sequence[_Node], message: Message) -> None:
         for node in nodes:
@@ -358,7 +339,7 @@ SILENT_S: Final = 10.0
 _LONGEST: Final = 1 << 17
 """Bytes of a message; who sends more is no launcher."""
 
-_SAID: Final = ("what", "where", "why", "fix")
+_PARTS: Final = ("what", "where", "why", "fix")
 
 Message = dict[str, Any]
 
@@ -411,10 +392,10 @@ class Line:
 
 def packed(error: FairleadError) -> Message:
     """An error as a message."""
-    return {name: getattr(error, name) for name in (*_SAID, "exit_code")}
+    return {name: getattr(error, name) for name in (*_PARTS, "exit_code")}
 
 
 def unpacked(message: Message) -> FairleadError:
     """The error of a message."""
     kind = ConfigError if message["exit_code"] == ConfigError.exit_code else RunFailedError
-    return kind(message["what"], **{name: message[name] for name in _SAID[1:]})
+    return kind(message["what"], **{name: message[name] for name in _PARTS[1:]})

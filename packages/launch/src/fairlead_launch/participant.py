@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -15,14 +16,14 @@ from typing import Final
 
 from fairlead.errors import RunFailedError
 from fairlead_launch.coordinator import ALIVE_S, SILENT_S, Coordinator, Line, Message, packed, unpacked
-from fairlead_launch.ports import DEFAULT_PORT, HeldPort, PortError, bind_listener
+from fairlead_launch.ports import DEFAULT_PORT, PortError, bind_listener
 from fairlead_launch.restarts import Restarts, last_step
 from fairlead_launch.supervise import Group
 from fairlead_launch.verdict import OtherNodeError
 
 _TRY_S: Final = 0.2
-_PATIENT_S: Final = 5.0
-"""After so long without node 0 the user hears of what is waited for."""
+_PATIENT_S: Final = 6.0
+"""After so many seconds the user hears of what is waited for."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Participant:
         restarts: Restarts,
         say: Callable[[str], None],
     ) -> None:
-        self._address, self._port, self._rank = address, port or DEFAULT_PORT, rank
+        self._address, self._port, self._rank, self._count = address, port or DEFAULT_PORT, rank, count
         self._nodes, self._start_s, self._restarts, self._say = nodes, start_s, restarts, say
         self._hello = {"kind": "hello", "host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "count": count}
         self._hello |= {"least": nodes[0], "most": nodes[1]}
@@ -75,13 +76,14 @@ class Participant:
         self._inbox = collections.deque[Message]()
         self._gone = threading.Event()
         self._received: list[int] = []
-        self._stop_sent: int | None = None
+        self._stop: int | None = None
+        """The stop of this start that the other nodes know of, from here or from one of them."""
+        self._go: Message | None = None
         self._trouble: str | None = None
         self._end: Message | None = None
         self._starts = 0
-        self._last_port = -1  # it was the one behind its own, where that was in use
-        self._held = HeldPort()
         self._group: Group | None = None
+        """The ranks that run now."""
 
     @property
     def coordinates(self) -> bool:
@@ -101,39 +103,42 @@ class Participant:
                 return members
             self._group = make(members)
             try:
-                self._report(self._group, self._group.supervise(received))
+                code, failure = self._group.supervise(received), None
             except RunFailedError as error:
-                self._report(self._group, 1, error)
+                code, failure = 1, error
+            self._report(self._group, code, failure)
+            self._group = None
 
     def next(self, received: list[int]) -> Members | int:
         """Waits for the nodes of the next start; the exit code, where there is none, or the job's `FairleadError`."""
-        self._received, self._stop_sent, self._trouble = received, None, None
+        self._received, self._stop = received, None
         if self._line is None and not self._join(received):
             return 128 + received[0]
-        self._send({"kind": "ready", "port": self._hold_port()})
+        patience = time.monotonic() + _PATIENT_S
         while True:
-            for message in self._messages():
-                if message["kind"] == "go":
-                    self._starts = message["start"] + 1
-                    return Members(**{name: value for name, value in message.items() if name != "kind"})
+            self._hear()
             if self._end is not None:
                 return self._ended(self._end)
+            if self._go is not None:
+                go, self._go = self._go, None
+                if (why := go.pop("why")) is not None:
+                    self._say(why)
+                self._starts = go["start"] + 1
+                return Members(**go)
             self._pass_on(received[0] if received else None)
+            if time.monotonic() > patience:
+                patience = math.inf
+                self._say("waiting for other nodes; if the job runs already, until its ranks save or restart")
             time.sleep(0.02)
 
     def trouble(self, stop: int | None) -> str | None:
         """Why the ranks of this node cannot continue; passes stops on to the other nodes, and from them."""
         self._pass_on(stop)
-        for message in self._messages():
-            saves = self._group is not None and self._group.run is not None  # it stops on request
-            if message["kind"] == "grow" and saves:
-                self._say(f"{message['who']} has joined: the ranks save, stop, and restart with it")
-                self._stop_sent = signal.SIGUSR1
-                self._received.append(signal.SIGUSR1)
+        self._hear()
         return self._trouble
 
-    def _report(self, group: Group, code: int, failure: RunFailedError | None = None) -> None:
-        """Tells how the ranks of this node have ended."""
+    def _report(self, group: Group, code: int, failure: RunFailedError | None) -> None:
+        """Tells how the ranks of this node have ended: it waits for the next start, or the end."""
         error = None
         if failure is not None:
             host = f"node {self._rank}, {self._hello['host']}" if self._nodes[0] == self._nodes[1] else None
@@ -145,7 +150,6 @@ class Participant:
 
     def close(self) -> None:
         """Leaves; node 0 waits until all have heard of the end."""
-        self._held.close()
         if self._line is not None:
             self._line.close()
         if self._coordinator is not None:
@@ -155,7 +159,13 @@ class Participant:
         """Connects to the coordinator, which it starts on node 0; False: a signal came first."""
         if self._rank == 0 and (listener := self._listener()) is not None:
             self._coordinator = Coordinator(
-                listener, self._address, nodes=self._nodes, start_s=self._start_s, restarts=self._restarts
+                listener,
+                self._address,
+                nodes=self._nodes,
+                count=self._count,
+                start_s=self._start_s,
+                restarts=self._restarts,
+                say=self._say,
             )
         began, patient = time.monotonic(), False
         address = "localhost" if self.coordinates else self._address
@@ -199,16 +209,6 @@ class Participant:
                 raise
             return None
 
-    def _hold_port(self) -> int:
-        """Where rank 0 would listen: behind the launchers' own port, for a firewall that lets some through.
-
-        Another one in each start: ranks left over from the last start cannot connect.
-        """
-        first = self._port + 1 + self._starts % 100
-        candidates = [*range(first, min(first + 100, 65536)), 0]
-        self._last_port = self._held.hold(port for port in candidates if port != self._last_port)
-        return self._last_port
-
     def _read(self, line: Line) -> None:
         while (messages := line.receive()) is not None:
             self._inbox.extend(messages)
@@ -218,36 +218,36 @@ class Participant:
         while not self._gone.wait(ALIVE_S):
             line.send({"kind": "alive"})
 
-    def _messages(self) -> list[Message]:
-        """What has come; what any time is the time for is dealt with here."""
-        rest = []
-        gone = self._gone.is_set()
+    def _hear(self) -> None:
+        """Takes in what the coordinator has sent."""
+        gone = self._gone.is_set()  # then all that it has sent is in the inbox
         while self._inbox:
             message = self._inbox.popleft()
-            if message["kind"] == "stop":
-                if self._stop_sent in (None, signal.SIGUSR1):  # else this node has had it too
-                    self._stop_sent = message["signal"]
-                    self._received.append(message["signal"])
-            elif message["kind"] == "trouble":
-                self._trouble = message["why"]
-            elif message["kind"] == "say":
-                self._say(message["text"])
-            elif message["kind"] == "end":
+            kind = message.pop("kind")
+            if kind == "go":
+                self._go, self._trouble = message, None  # what is said of the last start may come late
+            elif kind == "end":
                 self._end = message
-            else:
-                rest.append(message)
+            elif kind == "trouble":
+                self._trouble = message["why"]
+            elif kind == "stop" and self._stop in (None, signal.SIGUSR1):  # else this node has had it too
+                self._stop = message["signal"]
+                self._received.append(message["signal"])
+            elif kind == "grow" and self._group is not None and self._group.run is not None:  # it stops on request
+                self._say(f"{message['who']} has joined: the ranks save, stop, and restart with it")
+                self._stop = signal.SIGUSR1
+                self._received.append(signal.SIGUSR1)
         if self._end is None and gone:
             error = RunFailedError(
                 f"node 0 was lost, which leads the others: {self._address}:{self._port}",
                 why="its launcher was killed, or its machine or the network went down",
                 fix="look at the output of node 0, and restart all nodes",
             )
-            self._end, self._trouble = {"kind": "end", "code": 1, "error": packed(error), "own": True}, error.what
-        return rest
+            self._end, self._trouble = {"code": 1, "error": packed(error), "own": True}, error.what
 
     def _pass_on(self, stop: int | None) -> None:
-        if stop is not None and stop != self._stop_sent:
-            self._stop_sent = stop
+        if stop is not None and stop != self._stop:
+            self._stop = stop
             self._send({"kind": "stop", "signal": int(stop)})
 
     def _send(self, message: Message) -> None:

@@ -70,19 +70,19 @@ class HeldPort:
         self._socket: socket.socket | None = None
 
     def hold(self, candidates: Iterable[int]) -> int:
-        """Holds the first free one of the ports, instead of the previous one; else `PortError`."""
-        self.close()
+        """Holds the first free one of the ports, never the previous one, which it gives up; else `PortError`."""
         dual = socket.has_dualstack_ipv6()
         for port in candidates:
             held = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
             try:
                 if dual:
                     held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                held.bind(("", port))
+                held.bind(("", port))  # the previous port is still bound
             except OSError:
                 held.close()
                 continue
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.close()
             self._socket = held
             return int(held.getsockname()[1])
         raise PortError(

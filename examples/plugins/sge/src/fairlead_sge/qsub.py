@@ -50,13 +50,13 @@ class SGESubmitter(Submitter):
             "-o": request.logs,
         }
         options = [option(name, value) for name, value in asked.items() if value is not None]
-        file = request.folder / "members" if request.sweep else request.job_files[0]
+        file = request.folder / "members" if request.indices else request.job_files[0]
         values = {
             "options": [*options, option(f"-pe {slots}"), *(option(f"-{n}") for n in ("V", "notify", "r y", "j y"))],
             "variables": request.variables,
             "setup": self.config.setup,
             "command": words([*request.command, "fit", file]),
-            "sweep": request.sweep,
+            "sweep": bool(request.indices),
         }
         own = self.config.template
         return {"job.sh": render_template(own or str(TEMPLATE), values, cwd=request.cwd)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from fairlead.config_bases import ConfigModel, SubmitterConfigBase
 from fairlead.errors import ConfigError, RunFailedError
@@ -23,14 +22,6 @@ REFUSED: Final = (
     "`fairlead submit --dry-run` shows the script"
 )
 """What to do where a scheduler refuses a job, in its own words."""
-
-_ARRAY: Final = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*")
-
-
-def _indices(text: str) -> str:
-    if not _ARRAY.fullmatch(text):
-        raise ValueError(f"{text!r} is no array; write its indices, as 0-15, 0-30:2 or 1,4,7; max_parallel is apart")
-    return text
 
 
 class ContainerConfig(ConfigModel):
@@ -72,11 +63,8 @@ class BatchSubmitterConfig(SubmitterConfigBase):
     """What nodes must have: `"a100&ib"`; LSF's resource requirement (`-R`)."""
     dependency: str | None = None
     """After which other jobs it starts: `afterok:4711` in SLURM, `done(4711)` in LSF."""
-    array: Annotated[str, AfterValidator(_indices)] | None = None
-    """Indices of an array, `0-15`: each task is a separate run, and finds its index in SLURM_ARRAY_TASK_ID or
-    LSB_JOBINDEX. For a sweep over settings there is `fairlead submit --sweep`."""
     max_parallel: int | None = Field(default=None, ge=1)
-    """How many tasks of an array, or members of a sweep, may run at once."""
+    """How many members of a sweep may run at once."""
     python: str | None = Field(default=None, min_length=1)
     """The Python of the environment in which the job runs, where it is another than the one that submits:
     `/envs/train/bin/python`, or `python` where `setup` or `modules` put one on the PATH. Default null: the one that
@@ -140,10 +128,10 @@ class BatchSubmitter(Submitter):
         return ask(words, time.monotonic() + TIMEOUT_S, {**self.environ, **variables})
 
     def array(self, request: Request) -> str | None:
-        """The indices of an array, with how many of them may run at once; None: there is none."""
+        """The indices of a sweep's members, with how many of them may run at once; None: it is no sweep."""
         if not request.indices:
             return None
-        indices = self.config.array if not request.sweep else f"{request.indices[0]}-{request.indices[-1]}"
+        indices = f"{request.indices[0]}-{request.indices[-1]}"
         return f"{indices}%{request.max_parallel}" if request.max_parallel else indices
 
     def inside(self, request: Request) -> list[str]:
@@ -152,7 +140,7 @@ class BatchSubmitter(Submitter):
 
     def job_file(self, request: Request) -> Raw:
         """The job file as a word of the shell; of a sweep that of the member `$INDEX`."""
-        if not request.sweep:
+        if not request.indices:
             return words([request.job_files[0]])
         return Raw(f'{words([request.folder / "members"])}/"$INDEX".yaml')
 
@@ -175,7 +163,7 @@ class BatchSubmitter(Submitter):
             "modules": list(self.config.modules),
             "variables": dict(request.variables),
             "setup": list(self.config.setup),
-            "sweep": request.sweep,
+            "sweep": bool(request.indices),
             "options": [option(name, value) for name, value in chosen.items()],
         }
         return render_template(template, {**common, **values}, own=self.config.template, cwd=request.cwd)

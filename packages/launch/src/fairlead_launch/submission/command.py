@@ -10,10 +10,10 @@ from pathlib import Path
 from fairlead.cli.job import job_arguments
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
-from fairlead.findings import Finding, errors_in
+from fairlead.findings import errors_in
 from fairlead_launch.submission.local import run_here
-from fairlead_launch.submission.plan import Plan, make_plan
-from fairlead_runs.describe import shown_path
+from fairlead_launch.submission.plan import Plan, WrongJobError, make_plan
+from fairlead_runs.describe import counted, shown_path
 from fairlead_runs.submitted import Record
 
 
@@ -45,8 +45,20 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     """Submits the job, or prints what it would submit; 2 when a finding of its check is an error."""
     if arguments.max_parallel is not None and arguments.max_parallel < 1:
         raise ConfigError("--max-parallel is at least 1", where="--max-parallel")
-    if arguments.local:
-        return run_here(arguments, session)
+    try:
+        return run_here(arguments, session) if arguments.local else _submit(arguments, session)
+    except WrongJobError as error:
+        for finding in error.findings:
+            session.warn(str(finding))
+        if arguments.json:
+            nothing: dict[str, object] = {"trials": []} if arguments.local else {"id": None}
+            session.print_json({**nothing, "findings": [finding.as_dict() for finding in error.findings]})
+        what = "not started" if arguments.local else "not submitted"
+        session.warn(f"{' '.join(arguments.job)}: {what} ({counted(len(errors_in(error.findings)), 'error')})")
+        return 2
+
+
+def _submit(arguments: argparse.Namespace, session: Session) -> int:
     made = make_plan(
         arguments.job,
         to=arguments.to,
@@ -57,11 +69,8 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
         plugins=session.plugins,
         cwd=session.cwd.absolute(),
     )
-    findings = made if isinstance(made, list) else list(made.findings)
-    for finding in findings:
+    for finding in made.findings:
         session.warn(str(finding))
-    if isinstance(made, list):
-        return _refused(arguments, findings, session)
     if arguments.dry_run:
         return _shown(made, arguments, session)
     records = made.submit()
@@ -71,14 +80,6 @@ def run(arguments: argparse.Namespace, session: Session) -> int:
     for line in _summary(made, records, session.cwd):
         session.print(line)
     return 0
-
-
-def _refused(arguments: argparse.Namespace, findings: Sequence[Finding], session: Session) -> int:
-    if arguments.json:
-        session.print_json({"id": None, "findings": [finding.as_dict() for finding in findings]})
-    count = len(errors_in(findings))
-    session.warn(f"{' '.join(arguments.job)}: not submitted ({count} error{'s' if count > 1 else ''})")
-    return 2
 
 
 def _shown(made: Plan, arguments: argparse.Namespace, session: Session) -> int:
@@ -96,7 +97,7 @@ def _shown(made: Plan, arguments: argparse.Namespace, session: Session) -> int:
 def _document(made: Plan, records: Sequence[Record]) -> dict[str, object]:
     return {
         "id": records[0].job if records else None,
-        "to": made.config.name,
+        "to": made.submitter.config.name,
         "folder": str(made.request.folder),
         "files": dict(made.files),
         "code": made.sources.described() if made.sources is not None else None,
@@ -110,7 +111,7 @@ def _summary(made: Plan, records: Sequence[Record], cwd: Path) -> list[str]:
     runs = shown_path(request.runs[0], cwd)
     if len(records) > 1:
         runs = f"{len(records)} runs, {runs} to {shown_path(request.runs[-1], cwd)}"
-    image = getattr(made.config, "image", None)
+    image = getattr(made.submitter.config, "image", None)
     code = f"that of {image}" if image is not None else "whatever is in the folder when it starts"
     code = made.sources.described() if made.sources is not None else code
     lines = [f"submitted to {first.to}: job {first.job}", f"  run:     {runs}", f"  code:    {code}"]

@@ -64,9 +64,8 @@ class Request:
             there, beside the job files and the copy of the code (`code/`, where there is one).
         job_files: The job file of each member of a sweep; one of anything else.
         job_texts: What is written into each of them, for schedulers whose nodes do not see the folder.
-        runs: The run directory of each task of an array; one of anything else.
-        indices: The indices of an array's tasks, one for each of `runs`; empty where there is no array.
-        sweep: Whether each task of the array has its own job file, `members/INDEX.yaml`.
+        runs: The run directory of each member of a sweep; one of anything else.
+        indices: The index of each member of a sweep, whose job file is `members/INDEX.yaml`; empty: it is no sweep.
         max_parallel: The most members that may run at once; None: as the scheduler likes.
         cwd: The working directory of the ranks: that in which the job was submitted.
         nodes: Nodes of each member.
@@ -76,7 +75,6 @@ class Request:
         cpus_per_device: CPU cores for each rank, where the job says so.
         host_memory_gib: Main memory of a node in GiB, where the job says so.
         warn_s: Seconds before the time limit at which the ranks are to be warned: one step and one save fit into it.
-        requeues: Whether a stop is to have the job restarted.
         command: The words that run `fairlead` on a node, as `("/env/bin/python", "-m", "fairlead")`.
         logs: The folder for the scheduler's output files.
         variables: Environment variables of the ranks: those of `submit.network`, then `submit.env`.
@@ -94,7 +92,6 @@ class Request:
     job_files: Sequence[Path]
     runs: Sequence[Path]
     indices: Sequence[int] = ()
-    sweep: bool = False
     job_texts: Sequence[str] = ()
     max_parallel: int | None = None
     cwd: Path = field(default_factory=Path.cwd)
@@ -105,7 +102,6 @@ class Request:
     cpus_per_device: int | None = None
     host_memory_gib: float | None = None
     warn_s: int = 120
-    requeues: bool = True
     command: Sequence[str] = ("fairlead",)
     logs: Path = Path()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +124,7 @@ class Submitter(ABC):
     config: Any
     """The settings; a subclass says of which class."""
     first_index: ClassVar[int] = 0
-    """The lowest index of an array."""
+    """The lowest index of an array's tasks."""
 
     def __init__(self, config: SubmitterConfigBase, environ: Mapping[str, str]) -> None:
         self.config = config

@@ -22,11 +22,10 @@ from typing import Any, Final
 from fairlead.checks import CheckedJob, check_job
 from fairlead.cli.session import Session
 from fairlead.errors import ConfigError
-from fairlead.findings import Finding, errors_in
 from fairlead.jobs import LoadedJob
 from fairlead.resolution import Resolution
 from fairlead_launch.forkserver import SERVER_FD
-from fairlead_launch.submission.plan import home_of, job_of, load, text_of_job, writing
+from fairlead_launch.submission.plan import home_of, job_of, load_members, text_of_job, warnings_of, writing
 from fairlead_launch.submission.requests import frozen, members
 from fairlead_launch.supervise import noted_signals
 from fairlead_runs.describe import counted, shown_path
@@ -98,13 +97,6 @@ def run_here(arguments: argparse.Namespace, session: Session) -> int:
         fix = "add --sweep PATH=VALUES; a single job runs here by `fairlead fit`"
         raise ConfigError("--local is for a sweep", where="--local", fix=fix)
     made = _planned(arguments, session)
-    if isinstance(made, list):
-        for finding in made:
-            session.warn(str(finding))
-        if arguments.json:
-            session.print_json({"trials": [], "findings": [finding.as_dict() for finding in made]})
-        session.warn(f"{' '.join(arguments.job)}: not started ({counted(len(errors_in(made)), 'error')})")
-        return 2
     say = session.warn if arguments.json else session.print
     before = sum(trial.finished for trial in made.trials)
     skipped = f"; {before} finished before" if before else ""
@@ -125,19 +117,14 @@ def run_here(arguments: argparse.Namespace, session: Session) -> int:
     return code
 
 
-def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Finding]:
-    """What is to be run; the findings, where one of them is an error."""
+def _planned(arguments: argparse.Namespace, session: Session) -> Sweep:
+    """What is to be run; `WrongJobError` where a finding is an error."""
     grid, cwd = members(arguments.sweep), session.cwd.absolute()
-    loads = [load(arguments.job, [*arguments.overrides, *one], session.plugins, cwd, session.environ) for one in grid]
-    invalid = [finding for loaded in loads for finding in loaded.findings if loaded.job is None]
-    if invalid:
-        return list(dict.fromkeys(invalid))
+    overrides = [[*arguments.overrides, *one] for one in grid]
+    loads = load_members(arguments.job, overrides, session.plugins, cwd, session.environ)
     home, names = _names(loads, cwd)
     checked = [_checked(loaded, name, session) for loaded, name in zip(loads, names, strict=True)]
-    findings = list(dict.fromkeys(finding for one in checked for finding in one.findings))
-    if errors_in(findings):
-        return findings
-    for finding in findings:
+    for finding in warnings_of(checked):
         if finding.code != "run-finished":
             session.warn(str(finding))
     folder = home / SUBMISSIONS / str(next_number(home))
@@ -148,7 +135,7 @@ def _planned(arguments: argparse.Namespace, session: Session) -> Sweep | list[Fi
         file, log = folder / "members" / f"{index}.yaml", folder / "logs" / f"{index}.log"
         trials.append(Trial(Path(data["run"]["dir"], name), settings, text_of_job(data), finished, file, log))
     resolution = checked[0].resolution
-    assert resolution is not None
+    assert resolution is not None  # without errors there is one
     left = sum(not trial.finished for trial in trials)
     return Sweep(home, folder, trials, _slots(resolution, arguments.max_parallel, left, session.environ))
 
@@ -236,20 +223,21 @@ class _Running:
         self._free = list(reversed(sweep.slots))
         self._running: dict[subprocess.Popen[bytes], tuple[Trial, Mapping[str, str], float]] = {}
         self._stop: int | None = None
-        self._kill_at = float("inf")
+        self._at_once = False
 
     def until_all_ended(self) -> int:
         """Returns when no trial runs and none is to be started."""
-        with noted_signals() as received, self._none_left():
-            while self._running or (self._waiting and self._stop is None):
-                while received:
-                    self._pass_on(received.pop(0))
-                while self._waiting and self._free and self._stop is None:
-                    self._start()
-                self._look()
-                if time.monotonic() >= self._kill_at:
-                    self._kill()
-                time.sleep(_POLL_S)
+        with noted_signals() as received:
+            try:
+                while not self._at_once and (self._running or (self._waiting and self._stop is None)):
+                    while received:
+                        self._pass_on(received.pop(0))
+                    while self._waiting and self._free and self._stop is None:
+                        self._start()
+                    self._look()
+                    time.sleep(_POLL_S)
+            finally:
+                self._end()
             self._stop = self._stop or next(iter(received), None)
         states = {trial.state for trial in self._sweep.trials}
         if "failed" in states:
@@ -288,8 +276,7 @@ class _Running:
             self._say(f"{trial.state:<10}{trial}  in {trial.seconds:.0f} s{how}")
 
     def _pass_on(self, signum: int) -> None:
-        if signum == self._stop == signal.SIGINT:
-            self._kill_at = time.monotonic() + _GRACE_S
+        self._at_once = self._at_once or signum == self._stop == signal.SIGINT
         if self._stop is None:
             advice = "; again to stop them now" if signum == signal.SIGINT else ""
             left = f"; {len(self._waiting)} are not started" if self._waiting else ""
@@ -300,24 +287,18 @@ class _Running:
         for process in self._running:
             process.send_signal(signum)
 
-    def _kill(self) -> None:
+    def _end(self) -> None:
+        """Ends what still runs, whatever has ended the loop: SIGTERM, a grace, SIGKILL."""
         for process in self._running:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            process.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for process in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):  # nothing of its process group is left
                 os.killpg(process.pid, signal.SIGKILL)
-
-    @contextlib.contextmanager
-    def _none_left(self) -> Iterator[None]:
-        """Whatever ends this ends the trials."""
-        try:
-            yield
-        finally:
-            for process in self._running:
-                process.terminate()
-            deadline = time.monotonic() + _GRACE_S
-            for process in self._running:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
-            self._kill()
+            process.wait()
+        self._look()
 
 
 def _closing(sweep: Sweep, cwd: Path) -> Iterator[str]:

@@ -21,11 +21,9 @@ from fairlead.jobs import LoadedJob, load_config, load_job
 from fairlead.overrides import parse_override
 from fairlead.own_checks import check_user_code
 from fairlead.plugins import PluginManager
-from fairlead.resolution import Resolution
 from fairlead_launch.submission.batch import BatchSubmitterConfig
 from fairlead_launch.submission.interface import NotAnsweredError, Request, Submitter, build_submitter
 from fairlead_launch.submission.requests import (
-    array_indices,
     command,
     frozen,
     hardware,
@@ -54,25 +52,35 @@ def writing(folder: Path) -> Iterator[None]:
         raise RunDirectoryError("the submission cannot be written", where=where, why=error.strerror) from error
 
 
+class WrongJobError(ConfigError):
+    """The check of the job has found errors; `findings` are all that it says, errors first."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        wrong = errors_in(findings)
+        self.findings = list(dict.fromkeys([*wrong, *findings]))
+        super().__init__(
+            f"the job is not submitted: {len(wrong)} of its settings {'is' if len(wrong) == 1 else 'are'} wrong",
+            why="\n".join(str(finding) for finding in errors_in(self.findings)),
+        )
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What is to be submitted; nothing is written yet. Without a `request` a finding is an error.
+    """What is to be submitted; nothing is written yet.
 
     Args:
         submitter: The scheduler.
-        config: The job's `submit`.
         home: The directory whose `submissions/` gets the script: the run's, or one that a sweep's members share.
         request: What the templates see.
-        sweep: The overrides of each member.
+        sweep: The overrides of each member of a sweep.
         sources: The files that are copied; None: none are.
         files: What the scheduler gets, by name.
-        findings: What the check says, errors first.
+        findings: The warnings of the check.
         environ: The environment variables of this process.
         plugins: Finds what the jobs name.
     """
 
     submitter: Submitter
-    config: SubmitterConfigBase
     home: Path
     request: Request
     sweep: Sequence[tuple[str, ...]]
@@ -105,7 +113,7 @@ class Plan:
     def _not_twice(self) -> None:
         """Two jobs of one run would stop each other; one that waits for the other needs a `dependency`."""
         before = queued_submission(self.request.runs[0])
-        if before is None or getattr(self.config, "dependency", None):
+        if before is None or getattr(self.submitter.config, "dependency", None):
             return
         phase = build_submitter(before.submit, self.environ, self.plugins).state(before.id).phase
         if phase in ("queued", "running"):
@@ -154,7 +162,7 @@ class Plan:
         for position, run in enumerate(request.runs):
             index = request.indices[position] if request.indices else None
             record = Record(
-                to=self.config.name,
+                to=self.submitter.config.name,
                 id=job if index is None else self.submitter.member(job, index),
                 job=job,
                 index=index,
@@ -163,9 +171,9 @@ class Plan:
                 folder=str(request.folder),
                 output=str(output) if output is not None else None,
                 submitted=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                submit=_dumped(self.config),
+                submit=_dumped(self.submitter.config),
                 cwd=str(request.cwd),
-                sweep=self.sweep[position] if request.sweep else (),
+                sweep=self.sweep[position] if self.sweep else (),
             )
             record.write(run / SUBMISSIONS / request.folder.name)
             records.append(record)
@@ -184,8 +192,8 @@ def make_plan(
     environ: Mapping[str, str],
     plugins: PluginManager,
     cwd: Path,
-) -> Plan | list[Finding]:
-    """Loads the job, once for each member of a sweep, and decides all of its submission; else what is wrong with it.
+) -> Plan:
+    """Loads the job, once for each member of a sweep, checks it, and decides all of its submission.
 
     Args:
         job: Its files, or an object that has a name.
@@ -196,37 +204,33 @@ def make_plan(
         environ: The environment variables of this process.
         plugins: Finds the scheduler's plugin.
         cwd: Where the ranks will work.
+
+    Raises:
+        WrongJobError: The check has found errors.
     """
+    if max_parallel is not None and not sweep:
+        raise ConfigError(
+            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
+        )
     common = [*overrides, *([f"submit.to={to}"] if to is not None else [])]
     grid = members(sweep) if sweep else []
-    loads = [load(job, [*common, *one], plugins, cwd, environ) for one in grid or [()]]
-    invalid = [finding for loaded in loads for finding in loaded.findings if loaded.job is None]
-    if invalid:
-        return list(dict.fromkeys(invalid))
+    loads = load_members(job, [[*common, *one] for one in grid] or [common], plugins, cwd, environ)
     first = job_of(loads[0])
     config = _config(first.submit, plugins)
     submitter = build_submitter(_dumped(config), environ, plugins)
-    indices = _indices(config, submitter, len(grid), max_parallel)
+    indices = range(submitter.first_index, submitter.first_index + len(grid))
     resources = hardware(first)
     runs, checked = [], []
-    for position, index in enumerate(indices or [None]):
-        loaded = loads[position if grid else 0]
+    for loaded, index in zip(loads, indices or [None], strict=True):
         run, named = _run(loaded, index, cwd)
         runs.append(run)
-        if position == 0 or grid:
-            seen = dataclasses.replace(loaded, job=named.model_copy(update={"resources": resources}))
-            checked.append(
-                check_job(seen, environ=environ, plugins=plugins, profile="resources", purpose="check", cwd=cwd)
-            )
-    findings = [finding for one in checked for finding in one.findings]
-    findings = list(dict.fromkeys([*errors_in(findings), *findings]))
-    if errors_in(findings):
-        return findings
-    resolution = _resolved(checked[0])
+        seen = dataclasses.replace(loaded, job=named.model_copy(update={"resources": resources}))
+        checked.append(check_job(seen, environ=environ, plugins=plugins, profile="resources", purpose="check", cwd=cwd))
+    findings = warnings_of(checked)
+    resolution = checked[0].resolution
+    assert resolution is not None  # without errors there is one
     base = (cwd / first.run.dir).absolute()
-    home = home_of(first, cwd) if indices else runs[0]
-    if len({str(run) for run in runs}) < len(runs):
-        raise ConfigError("two members of the sweep have the same run directory", where="run.name")
+    home = home_of(first, cwd) if grid else runs[0]
     folder = home / SUBMISSIONS / str(next_number(home, *runs))
     # With `run.dir: .` the runs lie among the code.
     apart = base if not loads[0].root.folders[0].is_relative_to(base) else home
@@ -234,17 +238,14 @@ def make_plan(
     warn_s = warning_lead(config, runs)
     known = plugins.names("requeue")
     code = moved(loads[0].root, sources, folder)
-    names = [folder / "members" / f"{index}.yaml" for index in indices] if grid else [folder / "job.yaml"]
-    given = variables(config)
     jobs = [with_requeuer(frozen(loaded, code, cwd), job_of(loaded), warn_s, known) for loaded in loads]
     pointer = {VARIABLE: str(folder / "code.json")} if sources is not None else {}
     request = Request(
         name=home.name,
         folder=folder,
-        job_files=names,
+        job_files=[folder / "members" / f"{index}.yaml" for index in indices] or [folder / "job.yaml"],
         runs=runs,
         indices=indices,
-        sweep=bool(grid),
         job_texts=[text_of_job(data) for data in jobs],
         max_parallel=max_parallel or getattr(config, "max_parallel", None),
         cwd=cwd,
@@ -255,53 +256,49 @@ def make_plan(
         cpus_per_device=resources.cpus_per_device,
         host_memory_gib=resources.host_memory_gib,
         warn_s=warn_s,
-        requeues=bool(getattr(config, "requeue", True)),
         command=command(config),
         logs=folder / "logs",
-        variables={**given, **pointer},
+        variables={**variables(config), **pointer},
         excluded=sorted({node for run in runs for node in excluded_nodes(read_history(run / HISTORY_FILE))}),
     )
     _has_torch(config, plugins)
-    files = submitter.render(request)
-    return Plan(submitter, config, home, request, grid, sources, files, findings, environ, plugins)
+    return Plan(submitter, home, request, grid, sources, submitter.render(request), findings, environ, plugins)
 
 
-def load(
+def load_members(
     job: Sequence[str] | JobConfig,
-    overrides: Sequence[str],
+    overrides: Sequence[Sequence[str]],
     plugins: PluginManager,
     cwd: Path,
     environ: Mapping[str, str],
-) -> LoadedJob:
-    """A job in files, or an object that has a name."""
-    if not isinstance(job, JobConfig):
-        return load_job(job, plugins=plugins, cwd=cwd, environ=environ, overrides=overrides)
-    if job.run.name is None:
+) -> list[LoadedJob]:
+    """A job in files, or an object, with each of these overrides; `WrongJobError` where one is invalid."""
+    if isinstance(job, JobConfig) and job.run.name is None:
         raise ConfigError("a job that is no file needs a name", where="run.name", fix="RunConfig(name=...)")
-    parsed = [parse_override(text) for text in overrides]
-    return load_config(job, "the job", plugins, cwd, environ, parsed, default_name=job.run.name)
+    loads = []
+    for own in overrides:
+        if isinstance(job, JobConfig):
+            parsed = [parse_override(text) for text in own]
+            loads.append(load_config(job, "the job", plugins, cwd, environ, parsed, default_name=str(job.run.name)))
+        else:
+            loads.append(load_job(job, plugins=plugins, cwd=cwd, environ=environ, overrides=own))
+    if invalid := [finding for loaded in loads if loaded.job is None for finding in loaded.findings]:
+        raise WrongJobError(invalid)
+    return loads
+
+
+def warnings_of(checked: Sequence[CheckedJob]) -> list[Finding]:
+    """What the checks of all members say, each finding once; `WrongJobError` where one is an error."""
+    findings = list(dict.fromkeys(finding for one in checked for finding in one.findings))
+    if errors_in(findings):
+        raise WrongJobError(findings)
+    return findings
 
 
 def job_of(loaded: LoadedJob) -> JobConfig:
     """The job of one that is valid."""
     assert loaded.job is not None
     return loaded.job
-
-
-def _indices(
-    config: SubmitterConfigBase, submitter: Submitter, members: int, max_parallel: int | None
-) -> Sequence[int]:
-    """The indices of the array that the job asks for, or of its members; empty: there is none."""
-    array = getattr(config, "array", None)
-    if max_parallel is not None and not (array or members):
-        raise ConfigError(
-            "--max-parallel is for the members of a sweep", where="--max-parallel", fix="add --sweep PATH=VALUES"
-        )
-    if array and members:
-        raise ConfigError(
-            "a sweep is an array already, and the job asks for another", where="submit.array", fix="leave one out"
-        )
-    return array_indices(array) if array else range(submitter.first_index, submitter.first_index + members)
 
 
 def _config(submit: SubmitterConfigBase | None, plugins: PluginManager) -> SubmitterConfigBase:
@@ -335,11 +332,6 @@ def home_of(job: JobConfig, cwd: Path) -> Path:
     """The folder that the members of a sweep share, named by the part of the run's name that none changes."""
     name = str(job.run.name).partition("{")[0].rstrip("-_.") or "sweep"
     return (cwd / job.run.dir).absolute() / safe_name(name)
-
-
-def _resolved(checked: CheckedJob) -> Resolution:
-    assert checked.resolution is not None  # without errors there is one
-    return checked.resolution
 
 
 def text_of_job(data: Mapping[str, object]) -> str:

@@ -211,7 +211,7 @@ def members(config: PodSubmitterConfig, request: Request) -> list[Member]:
     common = {**config.labels, "app.kubernetes.io/managed-by": "fairlead", "app.kubernetes.io/instance": name}
     common[selector(name)] = ""
     for index, text, run in zip(request.indices or [0], request.job_texts, request.runs, strict=True):
-        own = f"{name}-{index}" if request.sweep else name
+        own = f"{name}-{index}" if request.indices else name
         job = _job_in_pods(config, request, text, run)
         found.append(Member(own, job, {**common, selector(own): ""}, config.queue))
     return found

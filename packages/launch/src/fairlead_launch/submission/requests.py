@@ -28,7 +28,6 @@ WARN_S: Final = 120
 """Seconds that a step and a save are given where nothing was measured."""
 _ROUND_S: Final = 60  # SLURM looks at its clock every half minute; a signal may come that much later or earlier
 _WINDOW_S: Final = 600  # `limit_window_s` of a requeuer, as it is by itself
-_MOST_INDICES: Final = 100_000
 
 
 def hardware(job: JobConfig) -> ResourcesConfig:
@@ -114,21 +113,6 @@ def variables(config: SubmitterConfigBase) -> dict[str, str]:
     return {**network, **own}
 
 
-def array_indices(text: str) -> list[int]:
-    """The indices of an array, `0-30:2,40`, in order."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, rest = part.partition("-")
-        last, _, step = rest.partition(":")
-        span = range(int(first), int(last or first) + 1, int(step or 1) or 1)
-        if len(found) + len(span) > _MOST_INDICES or not span:
-            raise ConfigError(
-                f"the array {text!r} is empty, or has more than {_MOST_INDICES} tasks", where="submit.array"
-            )
-        found += span
-    return sorted(set(found))
-
-
 def frozen(loaded: LoadedJob, code: Sequence[str], cwd: Path, name: str | None = None) -> dict[str, Any]:
     """The job with all that is decided now: it runs the same from wherever, and whenever, it is started.
 
@@ -155,28 +139,24 @@ def with_requeuer(data: dict[str, Any], job: JobConfig, warn_s: int, known: Sequ
         warn_s: The lead of the warning.
         known: The tags of the requeuers that are installed.
     """
-    requeue = _requeue(job, warn_s, known)
-    trainer = dict(data.get("trainer") or {})
-    if requeue is None or not ("requeue" in trainer or job.trainer.requeue == "auto"):
-        return data
-    return {**data, "trainer": {**trainer, "requeue": requeue}}
-
-
-def _requeue(job: JobConfig, warn_s: int, known: Sequence[str]) -> dict[str, Any] | None:
-    """What of the requeuer follows from how the job is submitted; None: nothing."""
-    requested, config = job.trainer.requeue, job.submit
-    environment = getattr(job.trainer.environment, "auto_requeue", None)
-    window = float(warn_s + 2 * _ROUND_S)
+    trainer, requested, submit = dict(data.get("trainer") or {}), job.trainer.requeue, job.submit
+    window, limit = float(warn_s + 2 * _ROUND_S), float(_WINDOW_S)
     if isinstance(requested, RequeueConfigBase):
-        late = window > requested.limit_window_s and warn_s > WARN_S
-        return {**requested.model_dump(mode="json", exclude_unset=True), "limit_window_s": window} if late else None
-    if environment is False or not isinstance(config, BatchSubmitterConfig) or not getattr(config, "requeue", True):
-        return None
-    # The scheduler's commands are not in the container: the script outside of it reads the exit code.
-    name = "exit_code" if config.container is not None else config.name
-    if name not in known or (config.container is None and window <= _WINDOW_S):
-        return None
-    return {"name": name, **({"limit_window_s": window} if window > _WINDOW_S else {})}
+        limit = requested.limit_window_s
+        if "requeue" not in trainer or window <= limit:  # one of `trainer.plugins` stays as it is
+            return data
+        own = requested.model_dump(mode="json", exclude_unset=True)
+    else:
+        wanted = getattr(job.trainer.environment, "auto_requeue", None) is not False
+        if not wanted or not isinstance(submit, BatchSubmitterConfig) or not getattr(submit, "requeue", True):
+            return data
+        # The scheduler's commands are not in the container: the script outside of it reads the exit code.
+        own = {"name": submit.name if submit.container is None else "exit_code"}
+        if own["name"] not in known or (submit.container is None and window <= limit):
+            return data
+    if window > limit:
+        own["limit_window_s"] = window
+    return {**data, "trainer": {**trainer, "requeue": own}}
 
 
 _NOT_THESE: Final = "^docker,lo,veth"

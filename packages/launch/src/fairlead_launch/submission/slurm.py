@@ -62,6 +62,7 @@ class SLURMSubmitter(BatchSubmitter):
     def render(self, request: Request) -> Mapping[str, str]:
         """The batch script."""
         config, cpus = self.config, self._cpus_per_task(request)
+        logs = str(request.logs).replace("%", "%%")
         own: dict[str, object] = {
             "job-name": request.name,
             "nodes": request.nodes,
@@ -79,7 +80,7 @@ class SLURMSubmitter(BatchSubmitter):
             "dependency": config.dependency,
             "array": self.array(request),
             "chdir": request.cwd,
-            "output": str(self._output(request)),
+            "output": f"{logs}/{'slurm-%A_%a.out' if request.indices else 'slurm-%j.out'}",
             "open-mode": "append",
             "signal": f"USR1@{request.warn_s}",
             **({"requeue": config.requeue} if config.requeue else {"no-requeue": True}),
@@ -122,12 +123,7 @@ class SLURMSubmitter(BatchSubmitter):
 
     def output(self, request: Request, job: str) -> Path | None:
         """Where `--output` puts it."""
-        path = str(self._output(request)).replace("%A", job).replace("%j", job).replace("%a", "*")
-        return Path(path.replace("%%", "%"))
-
-    def _output(self, request: Request) -> Path:
-        folder = str(request.logs).replace("%", "%%")
-        return Path(folder) / ("slurm-%A_%a.out" if request.indices else "slurm-%j.out")
+        return request.logs / (f"slurm-{job}_*.out" if request.indices else f"slurm-{job}.out")
 
     def _tasks_per_node(self, request: Request) -> int:
         return 1 if self.config.tasks == "node" else request.devices_per_node

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairlead.config import JobConfig
-from fairlead.errors import ConfigError, RunFailedError
-from fairlead.findings import errors_in
+from fairlead.errors import RunFailedError
 from fairlead.plugins import PluginManager, default_plugins
-from fairlead_launch.submission.interface import JobState, Submitter, build_submitter
+from fairlead_launch.submission.interface import JobState, Submitter
 from fairlead_launch.submission.plan import make_plan
 from fairlead_runs import RunState, state
 from fairlead_runs.programs import ask
@@ -145,11 +144,4 @@ def submit(
         plugins=plugins,
         cwd=(cwd or Path.cwd()).absolute(),
     )
-    if isinstance(made, list):
-        wrong = errors_in(made)
-        raise ConfigError(
-            f"the job is not submitted: {len(wrong)} of its settings {'is' if len(wrong) == 1 else 'are'} wrong",
-            why="\n".join(str(finding) for finding in wrong),
-        )
-    records = made.submit()
-    return Submission(records, build_submitter(records[0].submit, environ, plugins))
+    return Submission(made.submit(), made.submitter)
