@@ -278,15 +278,13 @@ def upload(
         store.write(f"{name}/{KEEP}", b"This checkpoint is kept until this object is deleted.\n")
     if before_commit is not None:
         before_commit()
-    content = manifest.dump()
-    store.write(f"{name}/{MANIFEST}", content)
-    if store.read(f"{name}/{MANIFEST}") != content:
+    store.write(f"{name}/{MANIFEST}", manifest.dump())
+    copy = checkpoint_at(store, name)
+    if not (copy.same_as(manifest) and copy.complete):
         store.delete([f"{name}/{MANIFEST}"])
         raise _not_as_sent(join(store.url, name, MANIFEST))
     store.write(LATEST, f"{name}\n".encode())
-    entries = {file: Entry(f"{name}/{file}", expected.size) for file, expected in manifest.files.items()}
-    named = Checkpoint.at(Path(name))
-    return RemoteCheckpoint(join(store.url, name), named.step, named.version, manifest, None, entries)
+    return copy
 
 
 def _send_files(path: Path, store: Store, checkpoint: str, files: Mapping[str, FileHash], threads: int) -> None:
