@@ -387,6 +387,7 @@ torch.save(model.state_dict(), "weights.pt")
 """
 
 
+@pytest.mark.full
 def test_a_loop_of_torch_goes_on_from_the_store_on_a_machine_that_has_nothing(s3: S3, tmp_path: Path) -> None:
     """Without Lightning: stopped at a step, which waits for the upload, and resumed where nothing is."""
 

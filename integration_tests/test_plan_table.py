@@ -65,6 +65,7 @@ def test_one_layer_of_each_kind_repeated_is_as_fast_as_the_model_traced_as_a_who
     assert seconds[1] == pytest.approx(seconds[0], rel=1e-3)
 
 
+@pytest.mark.full
 def test_another_file_of_the_same_columns_has_the_same_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,7 @@ def result(output: str) -> list[str]:
 BEST = 'dict(num_train_epochs=3, save_strategy="epoch", load_best_model_at_end=True)'
 
 
+@pytest.mark.full
 def test_the_best_of_evaluations_by_epochs_is_the_last_and_loaded(tmp_path: Path) -> None:
     """Each checkpoint has the evaluation of its epoch, also the last one and one of a stop."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
