@@ -91,4 +91,4 @@ def test_a_version_that_every_start_names_keeps_its_rows(tmp_path: Path, version
 
 def test_the_settings_of_checkpoints_may_be_a_mapping(tmp_path: Path) -> None:
     callback = Fairlead(run=tmp_path / "run", checkpoint={"every_n_steps": 4})
-    assert callback.checkpoint == CheckpointConfig(every_n_steps=4)
+    assert callback._config.checkpoint == CheckpointConfig(every_n_steps=4)
