@@ -449,8 +449,8 @@ class Watcher(L.Callback):
         self.came: list[tuple[str, tuple[int, int]]] = []
         vars(trainer)["callbacks"].append(self)
 
-    def before_loaders(self, trainer: L.Trainer, *, rebuilt: bool) -> float | None:
-        return None
+    def requesting_training(self, trainer: L.Trainer, *, rebuilt: bool) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def requesting_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         return nullcontext()
@@ -517,9 +517,9 @@ def test_loaders_that_were_made_before_the_loops_were_restored_are_made_again(tm
             return loader()
 
     class Again(Watcher):
-        def before_loaders(self, trainer: L.Trainer, *, rebuilt: bool) -> float | None:
+        def requesting_training(self, trainer: L.Trainer, *, rebuilt: bool) -> AbstractContextManager[None]:
             asked.append("again")
-            return None
+            return nullcontext()
 
         def after_batch(self, trainer: L.Trainer, validation_due: bool) -> None:
             super().after_batch(trainer, validation_due)

@@ -34,3 +34,45 @@ def test_a_resume_in_any_epoch_of_a_period_is_given_the_same_loader(tmp_path: Pa
     for steps in (3, EPOCH + 2, 2 * EPOCH, 2 * EPOCH + 5, 3 * EPOCH, 4 * EPOCH + 1, 5 * EPOCH):
         resumed = fit(tmp_path / "cut", steps)
     assert apart(resumed, whole) == 0
+
+
+class Counting(Data):
+    """Has a state that its own loaders change: how many it has made, and the batches that were trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = self.batches = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.made += 1
+        # As in Lightning's page on data modules: of an interrupted epoch the rest.
+        moved = [one[self.batches % EPOCH * BATCH :] + 0.01 * self.made for one in samples().tensors]
+        return DataLoader(TensorDataset(*moved), BATCH, shuffle=True)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        trainer: Any = self.trainer
+        self.batches += trainer.training
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": self.made, "batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.made, self.batches = state_dict["made"], state_dict["batches"]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_data_module_with_a_state_makes_the_loader_that_it_had_made(tmp_path: Path, every: int) -> None:
+    """Within an epoch Lightning has loaded what it was at the checkpoint, which is behind the making of that loader."""
+
+    def fit(folder: Path, steps: int) -> tuple[Line, dict[str, Any]]:
+        model, data = Line(), Counting()
+        settings: dict[str, Any] = {"max_steps": steps, "reload_dataloaders_every_n_epochs": every}
+        make_trainer(folder, {"seed": 1}, **settings).fit(model, datamodule=data)
+        return model, data.state_dict()
+
+    whole, state = fit(tmp_path / "whole", 3 * EPOCH)
+    for steps in (3, EPOCH, 2 * EPOCH + 2, 3 * EPOCH):
+        resumed, found = fit(tmp_path / "cut", steps)
+    assert apart(resumed, whole) == 0
+    assert found == state

@@ -103,14 +103,13 @@ def watch_boundaries(trainer: L.Trainer, exact: Any, fit_callback: Any) -> Calla
     def setup_data() -> None:
         known = fit._combined_loader
         if known is None or fit._should_reload_train_dl:
-            position = exact.before_loaders(trainer, rebuilt=known is not None)
-            # `trainer.training` does not tell: Lightning's batch-size finder asks for those of the validation in it.
-            exact.for_training = True
-            try:
-                with as_at(trainer, position):
+            with exact.requesting_training(trainer, rebuilt=known is not None) as position:
+                # `trainer.training` does not tell: Lightning's batch-size finder asks for a validation's in it.
+                exact.for_training = True
+                try:
                     setup()
-            finally:
-                exact.for_training = False
+                finally:
+                    exact.for_training = False
             if position is not None:
                 fit._last_train_dl_reload_epoch = position[0]
             if fit._combined_loader is not known:

@@ -276,13 +276,14 @@ class ExactResume:
         self._restore(trainer)
         return due
 
-    def before_loaders(self, trainer: L.Trainer, *, rebuilt: bool) -> tuple[int, int] | None:
-        """The training's loaders are requested; `rebuilt`: for a later epoch. See `LoaderRequests.request`."""
+    def requesting_training(
+        self, trainer: L.Trainer, *, rebuilt: bool
+    ) -> AbstractContextManager[tuple[int, int] | None]:
+        """The training's loaders are requested inside the block; `rebuilt`: for a later epoch."""
         assert self.loaders is not None
         self.loaders.rebuilt(anew=rebuilt)
-        requested_at = self._state.get("requested_at") if self._state is not None else None
-        saved = self._state.get("requested") if self._state is not None and self._same_ranks else None
-        return self._requests.request(trainer, self._users.attributes, requested_at, saved)
+        before = self._state if self._state is not None else {}
+        return self._requests.training(trainer, self._users.attributes, before, same_ranks=self._same_ranks)
 
     def requesting_validation(self, trainer: L.Trainer) -> AbstractContextManager[None] | None:
         """The validation's loaders are requested inside the block; None: not yet, as in the fit that is resumed."""

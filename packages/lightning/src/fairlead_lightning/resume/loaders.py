@@ -359,6 +359,7 @@ class LoaderRequests:
     def __init__(self) -> None:
         self._state: dict[str, Any] | None = None
         self._at: tuple[int, int] | None = None
+        self._data: dict[str, Any] = {}
         self._validation: Mapping[str, Any] | None = None
         self._validation_before: Mapping[str, Any] | None = None
         self.later = False
@@ -376,11 +377,17 @@ class LoaderRequests:
         """The validation's loaders are requested inside the block, and in a resumed fit in the same state."""
         before, self._validation_before = self._validation_before, None
         now = rng_state()
-        here = {"rng": now, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        here = {
+            "rng": now,
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+            "data": _state_of_data(trainer),
+        }
         self._validation = before if before is not None else here
         if before is not None:
             set_rng_state(before["rng"])
-        with compat.as_at(trainer, (before["epoch"], before["step"]) if before is not None else None):
+        at = (before["epoch"], before["step"]) if before is not None else None
+        with compat.as_at(trainer, at), _data_as(trainer, before.get("data", {}) if before is not None else {}):
             yield
         if before is not None:
             set_rng_state(now)
@@ -396,27 +403,58 @@ class LoaderRequests:
             own = {name: one for name, one in requested["attributes"].items() if name not in attributes.replaced}
             requested = {**requested, "attributes": own}
         validation = self._validation if self._validation is not None else self._validation_before
-        return {"requested": requested, "requested_at": self._at, "requested_validation": validation}
+        return {
+            "requested": requested,
+            "requested_at": self._at,
+            "requested_data": self._data,
+            "requested_validation": validation,
+        }
 
-    def request(
-        self,
-        trainer: L.Trainer,
-        attributes: Attributes,
-        requested_at: tuple[int, int] | None,
-        saved: Mapping[str, Any] | None,
-    ) -> tuple[int, int] | None:
-        """The loaders are requested now; in a resumed fit as at `requested_at`, an epoch and step, which it returns.
+    @contextmanager
+    def training(
+        self, trainer: L.Trainer, attributes: Attributes, before: Mapping[str, Any], *, same_ranks: bool
+    ) -> Iterator[tuple[int, int] | None]:
+        """The training's loaders are requested inside the block, and in a resumed fit as at the epoch and step it gives.
 
-        With `saved`, of as many ranks, as everything was there.
+        `before` is the state of the fit that is resumed, or empty.
         """
-        self._at = requested_at if requested_at is not None else (trainer.current_epoch, trainer.global_step)
-        if not vars(trainer)["reload_dataloaders_every_n_epochs"]:
-            return requested_at
-        attributes.replaced.clear()
-        if saved is None:
-            self._state = {"attributes": copy.deepcopy(attributes.state()), "rng": rng_state()}
-            return requested_at
-        self._state = dict(saved)
-        attributes.restore(saved["attributes"])
-        set_rng_state(saved["rng"])
-        return requested_at
+        at = before.get("requested_at")
+        self._at = at if at is not None else (trainer.current_epoch, trainer.global_step)
+        self._data = before.get("requested_data", {}) if before else _state_of_data(trainer)
+        if vars(trainer)["reload_dataloaders_every_n_epochs"]:
+            attributes.replaced.clear()
+            saved = before.get("requested") if same_ranks else None
+            if saved is None:
+                self._state = {"attributes": copy.deepcopy(attributes.state()), "rng": rng_state()}
+            else:
+                self._state = dict(saved)
+                attributes.restore(saved["attributes"])
+                set_rng_state(saved["rng"])
+        with compat.as_at(trainer, at), _data_as(trainer, self._data if before else {}):
+            yield at
+
+
+def _state_of_data(trainer: L.Trainer) -> dict[str, Any]:
+    """What the data module says of itself; nothing, where it can only do so with its loaders made."""
+    data: L.LightningDataModule | None = vars(trainer).get("datamodule")
+    try:
+        return copy.deepcopy(data.state_dict()) if data is not None else {}
+    except Exception:  # as of a loader that it does not have yet: Lightning asks for the state later, in a save
+        return {}
+
+
+@contextmanager
+def _data_as(trainer: L.Trainer, state: dict[str, Any]) -> Iterator[None]:
+    """The data module has this state inside the block, unless that is empty.
+
+    One that counts in `train_dataloader`, or begins a loader behind the batches that it has counted, would make another
+    loader than in the fit that is resumed: Lightning has loaded the state of the checkpoint.
+    """
+    if not state:
+        yield
+        return
+    now = _state_of_data(trainer)
+    data: L.LightningDataModule = vars(trainer)["datamodule"]
+    data.load_state_dict(copy.deepcopy(state))
+    yield
+    data.load_state_dict(now)
