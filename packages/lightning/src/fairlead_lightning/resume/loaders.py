@@ -414,7 +414,7 @@ class LoaderRequests:
     def training(
         self, trainer: L.Trainer, attributes: Attributes, before: Mapping[str, Any], *, same_ranks: bool
     ) -> Iterator[tuple[int, int] | None]:
-        """The training's loaders are requested inside the block, and in a resumed fit as at the epoch and step it gives.
+        """The training's loaders are requested inside the block, in a resumed fit as at the epoch and step it gives.
 
         `before` is the state of the fit that is resumed, or empty.
         """
