@@ -450,11 +450,11 @@ def _data_as(trainer: L.Trainer, state: dict[str, Any]) -> Iterator[None]:
     One that counts in `train_dataloader`, or begins a loader behind the batches that it has counted, would make another
     loader than in the fit that is resumed: Lightning has loaded the state of the checkpoint.
     """
-    if not state:
+    data: L.LightningDataModule | None = vars(trainer).get("datamodule")
+    if not state or data is None:
         yield
         return
     now = _state_of_data(trainer)
-    data: L.LightningDataModule = vars(trainer)["datamodule"]
     data.load_state_dict(copy.deepcopy(state))
     yield
     data.load_state_dict(now)
