@@ -71,8 +71,8 @@ def test_a_data_module_with_a_state_makes_the_loader_that_it_had_made(tmp_path: 
         make_trainer(folder, {"seed": 1}, **settings).fit(model, datamodule=data)
         return model, data.state_dict()
 
-    whole, state = fit(tmp_path / "whole", 3 * EPOCH)
+    undisturbed, state = fit(tmp_path / "undisturbed", 3 * EPOCH)
     for steps in (3, EPOCH, 2 * EPOCH + 2, 3 * EPOCH):
         resumed, found = fit(tmp_path / "cut", steps)
-    assert apart(resumed, whole) == 0
+    assert apart(resumed, undisturbed) == 0
     assert found == state
