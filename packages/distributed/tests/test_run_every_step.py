@@ -105,6 +105,22 @@ def layer_that_is_left_out(root: Path, mark: Callable[[], None]) -> Any:
     return weights(net)
 
 
+def optimizer_of_a_part(root: Path, mark: Callable[[], None]) -> Any:
+    """Nothing sets the gradients of the other layers to zero: they grow, and the norm that is clipped by with them."""
+    net = model()
+    optimizer = torch.optim.Adam(net[0].parameters(), 0.02)
+    with Run(root, m=net, o=optimizer, max_steps=7, checkpoint={"every_n_steps": 1}) as run:
+        run.restore()
+        for x, y in run.batches(data()):
+            mark()
+            optimizer.zero_grad()
+            loss_of(net, x, y).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            run.step()
+    return weights(net)
+
+
 def accumulated_over_the_epoch(root: Path, mark: Callable[[], None]) -> Any:
     """Two batches to a step, three to an epoch: a step's gradients are of two epochs."""
     net = model()
@@ -195,6 +211,7 @@ def state_that_the_loop_holds(root: Path, mark: Callable[[], None]) -> Any:
         body_behind_the_last_step,
         optimizer_that_waits,
         layer_that_is_left_out,
+        optimizer_of_a_part,
         accumulated_over_the_epoch,
         module_with_counters,
         shorter_loader_first,

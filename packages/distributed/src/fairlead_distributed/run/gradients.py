@@ -67,7 +67,8 @@ class Gradients:
             name: {
                 path: gradient_to_save(one)
                 for path, one in module.named_parameters()
-                if one.grad is not None and id(one) in owner and (owner[id(one)] not in free or id(one) in self._kept)
+                # One that is in no optimizer here keeps its gradient as well, which is in the norm that is clipped by.
+                if one.grad is not None and (owner.get(id(one)) not in free or id(one) in self._kept)
             }
             for name, module in self._modules.items()
         }
