@@ -106,7 +106,7 @@ def layer_that_is_left_out(root: Path, mark: Callable[[], None]) -> Any:
 
 
 def optimizer_of_a_part(root: Path, mark: Callable[[], None]) -> Any:
-    """Nothing sets the gradients of the other layers to zero: they grow, and the norm that is clipped by with them."""
+    """Nothing frees the gradients of the other layers, and the norm that is clipped counts them."""
     net = model()
     optimizer = torch.optim.Adam(net[0].parameters(), 0.02)
     with Run(root, m=net, o=optimizer, max_steps=7, checkpoint={"every_n_steps": 1}) as run:
@@ -242,6 +242,21 @@ def test_a_loop_ends_with_the_same_bits(tmp_path: Path, loop: Loop, how: str) ->
         assert run(str(at))[0] == expected, f"{how} at {at} of {marks}"
         exactness = (tmp_path / str(at)).glob("starts/*/exactness.json")
         assert all('"exact": true' in one.read_text() for one in exactness)
+
+
+def test_without_an_optimizer_a_checkpoint_has_no_gradients(tmp_path: Path) -> None:
+    """The loop frees them, which Run cannot see; that its optimizer is missing is a reason of its own."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.02)
+    with Run(tmp_path, m=net, max_epochs=1, checkpoint={"every_n_steps": 1}) as run:
+        run.restore()
+        for x, y in run.batches(data()):
+            step_of(optimizer, loss_of(net, x, y))
+            run.step()
+    saved = [torch.load(one) for one in tmp_path.glob("checkpoints/step-*/rank-*.pt")]
+    assert saved
+    assert all(one["gradients"] == {} for one in saved)
+    assert '"exact": false' in (tmp_path / "starts/1/exactness.json").read_text()
 
 
 def test_what_is_changed_after_the_loop_is_in_the_result(tmp_path: Path) -> None:

@@ -60,17 +60,21 @@ class Gradients:
                 self._seen.add(optimizer)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The gradients to save on this rank, by module and parameter; not copied."""
+        """The gradients to save on this rank, by module and parameter; not copied.
+
+        Without an optimizer none: who frees them is not known, and such a run is not called exact.
+        """
         owner = {id(one): optimizer for optimizer in self._optimizers for one in _parameters(optimizer)}
         free = self._used & self._seen
         return {
             name: {
                 path: gradient_to_save(one)
                 for path, one in module.named_parameters()
-                # One that is in no optimizer here keeps its gradient as well, which is in the norm that is clipped by.
+                # One that is in no optimizer as well: nothing frees its gradient, and `clip_grad_norm_` counts it.
                 if one.grad is not None and (owner.get(id(one)) not in free or id(one) in self._kept)
             }
             for name, module in self._modules.items()
+            if self._optimizers
         }
 
     def restore(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
