@@ -452,6 +452,19 @@ def test_a_signal_stops_it_behind_a_step_with_everything_saved(
 # -- which run
 
 
+def test_a_start_with_damaged_checkpoints_only_says_that_it_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InterruptedHereError):
+        Job(tmp_path, die_at=5, checkpoint={"every_n_steps": 2}).train()
+    for file in (tmp_path / "run" / "checkpoints").glob("step-*/rank-00000.pt"):
+        os.truncate(file, 100)
+    assert Job(tmp_path).train().seen[0] == 1
+    shown = capsys.readouterr()
+    assert "step-00000002/rank-00000.pt: 100 bytes" in shown.out + shown.err
+    assert "no undamaged checkpoint is left: the run starts from the beginning" in shown.out + shown.err
+
+
 def test_a_finished_run_says_so_and_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = Job(tmp_path).train()
     before = contents(tmp_path)

@@ -112,12 +112,14 @@ def find_resume_source(
             )
         return ResumeSource(state_file(load), own, (f"starts from {load}",))
     newest = newest_complete(checkpoints, check=check)
-    skipped = tuple(f"warning: {damage}; it is skipped, the one before it is used" for damage in newest.skipped)
+    skipped = tuple(f"warning: {damage}; this checkpoint is skipped" for damage in newest.skipped)
     if newest.checkpoint is not None:
         file = newest.checkpoint.path / STATE_FILE
         return ResumeSource(file, newest.checkpoint, (*skipped, f"resumes from {newest.checkpoint.path}"))
     if fallback is not None:
         return ResumeSource(state_file(Path(fallback)), None, (*skipped, f"starts from {fallback}"))
+    if skipped:
+        skipped = (*skipped, "warning: no undamaged checkpoint is left: the run starts from the beginning")
     return ResumeSource(messages=skipped)
 
 
