@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fairlead import Run
+from fairlead.config import TrainerConfig
 from fairlead.errors import ConfigError
 from fairlead_runs.commit import list_checkpoints
 from fairlead_runs.heartbeat import read_heartbeats
@@ -217,8 +218,16 @@ def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.C
         ({"checkpoint": {"every_n_step": 3}}, r"(?s)'every_n_step'.*Run, checkpoint.every_n_step.*'every_n_steps'"),
         ({"checkpoint": 3}, r"(?s)checkpoint is 3: it should be a mapping .*Run, checkpoint"),
         ({"copy_to": 3}, r"(?s)url is 3: it should be text.*copy_to, url"),
+        ({"config": "model.yaml"}, "config is 'model.yaml': it should be a Mapping"),
+        ({"per_rank": [3]}, r"per_rank is \[3\]: it should be a Mapping"),
+        ({"finite": "no"}, "finite is 'no': it should be a bool"),
     ],
 )
 def test_a_wrong_argument_is_named(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Run(tmp_path / "run", **wrong)
+
+
+def test_settings_in_the_place_of_the_runs_folder_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"TrainerConfig\(.*is neither a path nor a RunConfig"):
+        Run(TrainerConfig())  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tiny_job import (
 )
 from torch.utils.data import DataLoader
 
-from fairlead import FairleadError, RunConfig, Trainer
+from fairlead import FairleadError, RunConfig, Trainer, fabric
 from fairlead.errors import CheckpointError, ConfigError, FingerprintError, RunFailedError
 from fairlead_runs.commit import verify
 
@@ -52,6 +53,34 @@ def test_a_run_directory_holds_what_happened(tmp_path: Path) -> None:
     assert said["hyperparameters"] == {"lr": 0.05, "width": 3}
     assert said["metrics"]["train/loss"] == pytest.approx(float(metric_rows(run)[9]["train/loss"]))
     assert model.seen == list(range(10))
+
+
+def test_settings_as_a_mapping_hold(tmp_path: Path) -> None:
+    """As those of a job file; the one callback that Lightning takes without a list is taken as well."""
+    stopping = EarlyStopping("train/loss")
+    settings = {"max_steps": 10, "accelerator": "cpu", "checkpoint": {"every_n_steps": 5}}
+    trainer = Trainer(settings, run={"name": "run", "dir": str(tmp_path)}, callbacks=stopping)
+    assert (trainer.max_steps, trainer.run_config) == (10, RunConfig(name="run", dir=str(tmp_path)))
+    assert trainer.fairlead_config.checkpoint.every_n_steps == 5
+    assert stopping in trainer.early_stopping_callbacks
+    assert fabric({"accelerator": "cpu", "devices": 1, "precision": "bf16-true"})._precision.precision == "bf16-true"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Trainer("job.yaml"), r"(?s)'job.yaml' is no TrainerConfig.*Trainer.*mapping of its fields"),  # type: ignore[arg-type]
+        (lambda: Trainer(RunConfig(name="x")), r"RunConfig\(name='x'.* is no TrainerConfig"),  # type: ignore[arg-type]
+        (lambda: Trainer({"max_epoch": 7}), r"(?s)unknown field 'max_epoch'.*did you mean 'max_epochs'"),
+        (lambda: Trainer(run="x"), r"(?s)'x' is no RunConfig.*Trainer, run"),  # type: ignore[arg-type]
+        (lambda: Trainer(callbacks=[EarlyStopping]), "is no callback of Lightning's"),  # type: ignore[list-item]
+        (lambda: fabric("job.yaml"), "'job.yaml' is no TrainerConfig"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_config_is_refused(make: Callable[[], object], message: str) -> None:
+    """It was taken for no settings at all: the training had the defaults."""
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("file", ["state.ckpt", "rank-00000.pt"])

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fairlead.config.job import EXTENDS, JobConfig
-from fairlead.errors import FairleadError, did_you_mean
+from fairlead.errors import ConfigError, FairleadError, did_you_mean
 from fairlead.findings import Finding
 from fairlead.open_union import OpenUnion
 from fairlead.plugins import PluginManager
@@ -63,6 +63,20 @@ def validated(model: type[M], fields: object, where: str, plugins: PluginManager
     except ValidationError as error:
         found = findings_of(error, fields, model, plugins, lambda path: ", ".join(filter(None, (where, dotted(path)))))
         raise found[0].as_error() from None
+
+
+def as_config(model: type[M], given: object, where: str, plugins: PluginManager) -> M:
+    """What a script gives for a config: one, or its fields.
+
+    Raises:
+        ConfigError: It is neither, or a field is wrong.
+    """
+    if isinstance(given, model):
+        return given
+    if isinstance(given, Mapping):
+        return validated(model, given, where, plugins)
+    name = model.__name__
+    raise ConfigError(f"{_shown(given)} is no {name}", where=where, fix=f"give it a {name}, or a mapping of its fields")
 
 
 def findings_of(

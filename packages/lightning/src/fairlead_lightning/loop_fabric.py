@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import lightning.fabric as lf
 
@@ -11,6 +12,7 @@ from fairlead.backends import build_backend
 from fairlead.config import TrainerConfig
 from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
+from fairlead.validation import as_config
 from fairlead_distributed.run.joining import join_process_group
 from fairlead_launch.environment import LAUNCHED
 from fairlead_lightning.build import build_plugins
@@ -18,7 +20,7 @@ from fairlead_lightning.fit import plan
 
 
 def fabric(
-    config: TrainerConfig | None = None,
+    config: TrainerConfig | Mapping[str, Any] | None = None,
     *,
     environ: Mapping[str, str] | None = None,
     plugins: PluginManager | None = None,
@@ -29,7 +31,7 @@ def fabric(
     the config only the axes are used.
 
     Args:
-        config: How to run; None: the defaults.
+        config: How to run, as a config or a mapping of its fields; None: the defaults.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
 
@@ -43,7 +45,8 @@ def fabric(
     """
     environ = os.environ if environ is None else environ
     plugins = plugins if plugins is not None else default_plugins()
-    resolution = plan(config or TrainerConfig(), environ=environ, plugins=plugins)
+    config = as_config(TrainerConfig, {} if config is None else config, "fabric", plugins)
+    resolution = plan(config, environ=environ, plugins=plugins)
     # A rank that Lightning's launcher started meets the first one in `launch`, as that one does.
     if resolution.environment.name != "lightning" or LAUNCHED in environ:
         join_process_group(resolution, environ)

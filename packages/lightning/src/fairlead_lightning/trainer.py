@@ -22,6 +22,7 @@ from fairlead.interfaces import BuildContext
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolve import Resolution
 from fairlead.user_code import CodeRoot, code_root
+from fairlead.validation import as_config
 from fairlead_distributed.objects import on_rank_0
 from fairlead_distributed.predictions.reading import Predictions
 from fairlead_distributed.process_group import leave_at_exit
@@ -68,8 +69,9 @@ class Trainer(L.Trainer):
     `fast_dev_run` of a job writes down what it saw of the loaders, for `fairlead explain`.
 
     Args:
-        config: How to train, or a complete job; None: the defaults.
-        run: Which run this is; None: that of the job, or a run named after the script.
+        config: How to train, as a config or a mapping of its fields; or a complete job; None: the defaults.
+        run: Which run this is, as a config or a mapping of its fields; None: that of the job, or a run named after the
+            script.
         callbacks: Lightning callbacks besides those of the config.
         environ: The environment variables; None: this process's.
         plugins: The plugin manager; None: the plugins installed here.
@@ -90,24 +92,28 @@ class Trainer(L.Trainer):
 
     def __init__(
         self,
-        config: TrainerConfig | JobConfig | None = None,
+        config: TrainerConfig | JobConfig | Mapping[str, Any] | None = None,
         *,
-        run: RunConfig | None = None,
-        callbacks: Sequence[L.Callback] = (),
+        run: RunConfig | Mapping[str, Any] | None = None,
+        callbacks: Sequence[L.Callback] | L.Callback = (),
         environ: Mapping[str, str] | None = None,
         plugins: PluginManager | None = None,
         root: CodeRoot | None = None,
         guard: StopGuard | None = None,
         resolution: Resolution | None = None,
     ) -> None:
-        job = config if isinstance(config, JobConfig) else None
-        trainer_config = job.trainer if job is not None else config
-        self.fairlead_config = trainer_config if isinstance(trainer_config, TrainerConfig) else TrainerConfig()
-        self.run_config = run or (job.run if job is not None else RunConfig())
-        self._job = job
-        self._anonymous = run is None and job is None
         environ = os.environ if environ is None else environ
         plugins = plugins if plugins is not None else default_plugins()
+        job = config if isinstance(config, JobConfig) else None
+        how, which = (job.trainer, job.run) if job is not None else ({} if config is None else config, {})
+        self.fairlead_config = as_config(TrainerConfig, how, "Trainer", plugins)
+        self.run_config = as_config(RunConfig, which if run is None else run, "Trainer, run", plugins)
+        self._job = job
+        self._anonymous = run is None and job is None
+        callbacks = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks)
+        if wrong := [one for one in callbacks if not isinstance(one, L.Callback)]:
+            what = f"a {type(wrong[0]).__name__} is no callback of Lightning's"
+            raise ConfigError(what, where="Trainer, callbacks", fix="derive it from lightning.pytorch.Callback")
         self.resolution = resolution or plan(
             self.fairlead_config, environ=environ, plugins=plugins, run=self.run_config
         )

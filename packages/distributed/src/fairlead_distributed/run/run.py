@@ -130,6 +130,16 @@ class Run(OpenRun):
         **state: Any,
     ) -> None:
         plugins = plugins if plugins is not None else default_plugins()
+        for name, (value, kind) in {
+            "config": (config, Mapping),
+            "per_rank": (per_rank, Mapping),
+            "environ": (environ, Mapping),
+            "finite": (finite, bool),
+            "gather": (gather, bool),
+        }.items():
+            if value is not None and not isinstance(value, kind):
+                what = f"{name} is {value!r}: it should be a {kind.__name__}"
+                raise ConfigError(what, where=f"Run, {name}")
         named = (config or {}).items()
         self._config = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in named}
         requested: dict[str, Any] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fairlead.config import RunConfig, TrainerConfig
-from fairlead.errors import FairleadError, FingerprintError
+from fairlead.errors import ConfigError, FairleadError, FingerprintError
 from fairlead.findings import Finding, raise_errors
 from fairlead.interfaces import Setting
 from fairlead.resolve import Resolution
@@ -19,11 +19,18 @@ from fairlead_launch.reports import show_without_traceback
 
 
 def run_config(run: str | os.PathLike[str] | RunConfig | None) -> RunConfig:
-    """The run's name and folder, which a path gives both; nothing is seeded here."""
+    """The run's name and folder, which a path gives both; nothing is seeded here.
+
+    Raises:
+        ConfigError: It is neither a path nor a config.
+    """
     if isinstance(run, RunConfig):
         return run
     if run is None:
         return RunConfig(seed=None)
+    if not isinstance(run, (str, os.PathLike)):
+        what = f"{run!r:.80} is neither a path nor a RunConfig"
+        raise ConfigError(what, where="the first argument", fix="give the run's folder, or a RunConfig")
     path = Path(run)
     return RunConfig(name=path.name, dir=str(path.parent), seed=None)
 
