@@ -206,6 +206,14 @@ def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("not exact, because of the position in an epoch") == 1
 
 
+def test_a_loop_that_counts_no_step_is_warned_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within an epoch nothing of it is saved, and `max_steps` would never come."""
+    for run in opened(tmp_path, max_epochs=3):
+        for _ in run.batches(loader(8)):
+            pass
+    assert capsys.readouterr().out.count("run.step() was not called") == 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

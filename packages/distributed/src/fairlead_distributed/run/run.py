@@ -741,6 +741,11 @@ class Run(OpenRun):
         if only is None or only is train or (train is None and self._leads(only)):
             self.epoch += 1
             self._just_ended.add("epoch")
+            if self.epoch == 1 and not self.steps:
+                self.say(
+                    "warning: an epoch is over, and run.step() was not called: stops and checkpoints within an epoch "
+                    "wait for it, and max_steps counts its calls; call it after each optimizer step"
+                )
 
     def _steps_done(self) -> bool:
         return self._max_steps is not None and self.steps >= self._max_steps
