@@ -243,6 +243,12 @@ def test_from_python_as_from_the_command_line(site: Site) -> None:
         fairlead.submit("job.yaml", overrides=["model.class=net:Nett"], **given)
 
 
+@pytest.mark.parametrize("job", [None, {"model": "a:B"}])
+def test_what_is_no_job_is_refused(job: Any) -> None:
+    with pytest.raises(ConfigError, match="is no job"):
+        fairlead.submit(job)
+
+
 def test_the_warning_comes_early_enough_for_a_measured_save(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     (site.folder / "runs/sine").mkdir(parents=True)
     history = History(site.folder / "runs/sine/history.jsonl")

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from tiny_job import Data, Line, apart, checkpoints, contents, events, latest, loader, metric_rows, plain
 
-from fairlead import Fairlead, Run, RunConfig
+from fairlead import Fairlead, Run, RunConfig, Trainer
 from fairlead.config import CheckpointConfig
 from fairlead.errors import ConfigError, FingerprintError
 from fairlead_runs.commit import verify
@@ -201,3 +201,19 @@ def test_a_wrong_argument_is_named() -> None:
         Fairlead(loggers=["tensorbord"])
     with pytest.raises(ConfigError, match=r"(?s)'every_n_step'.*Fairlead, checkpoint\.every_n_step.*'every_n_steps'"):
         Fairlead(checkpoint={"every_n_step": 3})
+    with pytest.raises(ConfigError, match=r"(?s)batch_policy is the text 'keep'.*Fairlead, batch_policy"):
+        Fairlead(batch_policy="keep")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a second one", "Fairlead's Trainer"])
+def test_a_fit_has_one_run(tmp_path: Path, own: bool) -> None:
+    """Two would each resume it, and put its loaders over an order of their own."""
+    second = Fairlead(run=tmp_path / "second")
+    trainer: L.Trainer = (
+        Trainer({"accelerator": "cpu", "max_epochs": 1}, run={"name": "run", "dir": str(tmp_path)}, callbacks=second)
+        if own
+        else plain(callbacks=[Fairlead(run=tmp_path / "run"), second], max_epochs=1)
+    )
+    with pytest.raises(ConfigError, match="this fit has a run already"):
+        trainer.fit(Line(), datamodule=Data())
+    assert not (tmp_path / "second").exists()

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from fairlead.backends import build_backend
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
 from fairlead.config_bases import RequeueConfigBase
+from fairlead.errors import ConfigError
 from fairlead.interfaces import BuildContext
 from fairlead.open_union import parse_backend
 from fairlead.plugins import PluginManager, default_plugins
@@ -33,6 +34,7 @@ from fairlead_lightning.loggers.of_scripts import continue_loggers
 from fairlead_lightning.resume.exact_resume import uncut_loggers
 from fairlead_lightning.resume.rank_state import saved_positions
 from fairlead_lightning.resume.users import owners_of_fit
+from fairlead_lightning.trainer import Trainer
 from fairlead_runs.batch_size import batch_plan
 from fairlead_runs.describe import described
 from fairlead_runs.guard import StopGuard
@@ -111,6 +113,7 @@ class Fairlead(L.Callback):
                 "check_samples": check_samples,
                 "base_batch_size": base_batch_size,
                 "lr_rule": lr_rule,
+                "batch_policy": batch_policy,
             },
             type(self).__name__,
             plugins,
@@ -128,6 +131,12 @@ class Fairlead(L.Callback):
         """Opens the run when a fit begins; the ranks are connected by then, and nothing is restored yet."""
         if stage != "fit":
             return
+        if isinstance(trainer, Trainer) or sum(isinstance(one, Fairlead) for one in callbacks_of(trainer)) > 1:
+            raise ConfigError(
+                "this fit has a run already: two would resume it",
+                where="Trainer, callbacks",
+                fix="give one callback Fairlead; and none to Fairlead's own Trainer, which takes run=RunConfig(...)",
+            )
         self._detach(trainer)  # what a fit that raised has left
         plugins = self._plugins if self._plugins is not None else default_plugins()
         resolution = resolve(self._config, environ=self._environ, plugins=plugins)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairlead.config import JobConfig
-from fairlead.errors import RunFailedError
+from fairlead.errors import ConfigError, RunFailedError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead_launch.submission.interface import JobState, Submitter
 from fairlead_launch.submission.plan import make_plan
@@ -134,6 +134,10 @@ def submit(
     """
     environ, plugins = os.environ if environ is None else environ, plugins or default_plugins()
     files = [job] if isinstance(job, str | os.PathLike) else job
+    if not isinstance(files, JobConfig | list | tuple):
+        raise ConfigError(
+            f"{job!r:.80} is no job", where="submit", fix="give a job file, several in a list, or a JobConfig"
+        )
     made = make_plan(
         files if isinstance(files, JobConfig) else [os.fspath(one) for one in files],
         to=to,
