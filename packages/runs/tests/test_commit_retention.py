@@ -112,6 +112,16 @@ def test_an_older_version_of_a_step_goes_and_an_abandoned_timeline_ages_out(tmp_
     assert [item.name for item in list_checkpoints(tmp_path)] == ["step-00000100.2", "step-00000200"]
 
 
+def test_the_third_checkpoint_of_a_step_is_the_newest(tmp_path: Path) -> None:
+    """After a step, its validation and the end of its epoch; the first is deleted when the third is saved."""
+    for epoch in (0, 1, 2):
+        newest = save(tmp_path, 100, epoch=epoch)
+        retain(tmp_path, RetentionPolicy(last=2))
+    assert newest_complete(tmp_path).checkpoint == newest
+    assert (tmp_path / "last").resolve() == newest.path
+    assert [item.metadata["epoch"] for item in list_checkpoints(tmp_path)] == [2]
+
+
 def test_a_deletion_that_fails_half_way_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     class Stuck(Syscalls):
         def rmdir(self, path: Path) -> None:

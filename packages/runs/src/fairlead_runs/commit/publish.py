@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fairlead.errors import CheckpointError, FairleadError
-from fairlead_runs.commit.checkpoints import LATEST, NAME, STAGE, Checkpoint, to_trash
+from fairlead_runs.commit.checkpoints import LATEST, NAME, STAGE, Checkpoint, list_checkpoints, to_trash
 from fairlead_runs.commit.fence import Fence
 from fairlead_runs.commit.files import (
     FileHash,
@@ -179,7 +179,9 @@ def _directories(stage_dir: Path, files: Iterable[str]) -> list[Path]:
 
 
 def _free_name(root: Path, name: str, system: Syscalls, fence: Fence | None) -> Path:
-    for version in itertools.count(1):
+    """Behind all that are there of the same step: the highest version is the newest, also where a lower one is free."""
+    here = [one for one in list_checkpoints(root) if one.path.name.partition(".")[0] == name]
+    for version in itertools.count(max((one.version for one in here), default=1)):
         target = root / (name if version == 1 else f"{name}.{version}")
         if not target.exists():
             return target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -351,9 +350,12 @@ def _read_once(file: Path, expected: FileHash, part: int) -> tuple[FileHash, tup
 
 
 def _free_name(name: str, taken: set[str]) -> str:
+    """The name, or one behind all that are there of the same step: the highest version is the newest."""
+    if name not in taken:
+        return name
     stem = name.partition(".")[0]
-    names = itertools.chain([name], (f"{stem}.{version}" for version in itertools.count(2)))
-    return next(candidate for candidate in names if candidate not in taken)
+    versions = [int(other.partition(".")[2] or 1) for other in taken if other.partition(".")[0] == stem]
+    return f"{stem}.{max(versions) + 1}"
 
 
 def _not_as_sent(url: str) -> CheckpointError:
