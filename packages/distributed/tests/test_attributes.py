@@ -125,7 +125,7 @@ def test_everything_goes_on_in_another_process() -> None:
     assert second.weights is weights, "others may hold the tensor"
     assert second.rng is generator
     assert second.alias is alias is second.stats["loss"]
-    assert kept.left == again.left == {}
+    assert kept.unsaved == again.unsaved == {}
 
 
 def test_only_what_has_changed_is_saved() -> None:
@@ -134,7 +134,7 @@ def test_only_what_has_changed_is_saved() -> None:
     assert kept.state() == {}
     keeper.steps = 2
     keeper.mean.history.append(1.0)
-    assert kept.state() == {"keeper": [(("steps",), ("value", 2)), (("mean", "history"), ("value", [1.0]))]}
+    assert kept.state() == {"keeper": [(("", "steps"), ("value", 2)), (("mean", "history"), ("value", [1.0]))]}
 
 
 def test_what_cannot_be_saved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_what_cannot_be_saved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attributes, "MOST_BYTES", 1 << 20)
     keeper.large = torch.zeros(1 << 20)
     kept.state()
-    assert kept.left == {
+    assert kept.unsaved == {
         "callback Ema.file": "it is a StringIO, which is no plain data",
         "callback Ema.graph": "it[0] is a tensor with the graph that computed it: detach it",
         "callback Ema.large": "it has 4 MiB, and at most 1 are saved",
@@ -171,20 +171,22 @@ def test_what_holds_itself_is_named_where_it_changes() -> None:
     keeper.tree[0].value = 1
     keeper.list.append(keeper.list)
     kept.state()
-    assert kept.left == {"model.tree": "it[0] is a Node, which is no plain data", "model.list": "it holds itself"}
+    assert kept.unsaved == {"model.tree": "it[0] is a Node, which is no plain data", "model.list": "it holds itself"}
 
 
 def test_a_metric_in_a_dict_that_no_module_knows_is_named() -> None:
     """torchmetrics keeps its sums in attributes, and the dict makes it no submodule: Lightning saves nothing of it."""
     from torchmetrics import MeanMetric
 
-    model: Any = nn.Module()
+    class Net(nn.Module): ...
+
+    model: Any = Net()
     model.metrics = {"mean": MeanMetric()}
     kept = Attributes()
     kept.watch("model", model)
     model.metrics["mean"].update(2.0)
     assert kept.state() == {}
-    assert list(kept.left) == ["model.metrics"]
+    assert list(kept.unsaved) == ["model.metrics"]
 
 
 def test_a_class_that_is_not_here_is_named() -> None:
@@ -192,12 +194,12 @@ def test_a_class_that_is_not_here_is_named() -> None:
     kept.watch("keeper", first)
     first.step()
     state = kept.state()
-    (episodes,) = [value for path, (_, value) in state["keeper"] if path == ("episodes",)]
+    (episodes,) = [value for path, (_, value) in state["keeper"] if path == ("", "episodes")]
     episodes[0]["state"][1] = "Gone"
     second, again = Keeper(), Attributes()
     again.watch("keeper", second)
     again.restore(written(state))
-    assert "there is no class" in again.left["keeper.episodes"]
+    assert "there is no class" in again.unsaved["keeper.episodes"]
     assert second.steps == 1
 
 
@@ -268,7 +270,7 @@ def test_values_of_less_common_kinds_come_back_as_what_they_were() -> None:
     first.step()
     stage, inner, teacher = second.stage, second.counts["train"], second.teacher
     again.restore(written(kept.state()))
-    assert kept.left == again.left == {}
+    assert kept.unsaved == again.unsaved == {}
     for name in ("mode", "scale", "since", "price", "part", "span", "buffer", "counts", "order", "stage"):
         assert getattr(second, name) == getattr(first, name), name
         assert type(getattr(second, name)) is type(getattr(first, name)), name
@@ -295,7 +297,7 @@ def test_an_iterator_that_is_kept_is_named() -> None:
     kept.watch("model", keeper)
     next(keeper.numbers)
     kept.state()
-    assert kept.left == {
+    assert kept.unsaved == {
         "model.numbers": "it is a range_iterator, which is no plain data",
         "model.made": "it is a generator, which is no plain data",
     }
@@ -306,11 +308,11 @@ def test_a_list_of_submodules_is_none_of_its_own() -> None:
     keeper: Any = Mean()
     keeper.parts = [nn.Linear(2, 2)]
     kept = Attributes()
-    kept.elsewhere(keeper.parts[0])
+    kept.exclude(keeper.parts[0])
     kept.watch("model", keeper)
     with torch.no_grad():
         keeper.parts[0].weight += 1
-    assert kept.state() == kept.left == {}
+    assert kept.state() == kept.unsaved == {}
 
 
 def test_a_state_that_cannot_be_given_is_named() -> None:
@@ -320,7 +322,7 @@ def test_a_state_that_cannot_be_given_is_named() -> None:
     kept.watch("model", keeper)
     del keeper.meter.total
     assert kept.state() == {}
-    assert kept.left["model.meter"].startswith("it gives no state: AttributeError")
+    assert kept.unsaved["model.meter"].startswith("its state_dict fails: AttributeError")
 
 
 def test_what_cannot_be_put_back_is_named_and_the_rest_is() -> None:
@@ -342,8 +344,8 @@ def test_what_cannot_be_put_back_is_named_and_the_rest_is() -> None:
     first.last, first.steps = Last(3), 3
     again.restore(kept.state())
     assert second.steps == 3
-    assert list(again.left) == ["callback Noting.last"]
-    assert "there is no class mine." in again.left["callback Noting.last"]
+    assert list(again.unsaved) == ["callback Noting.last"]
+    assert "there is no class mine." in again.unsaved["callback Noting.last"]
 
 
 class Settings(dict[str, Any]):
@@ -366,7 +368,7 @@ def test_settings_of_another_class_than_dict_stay_what_they_are(inside: bool) ->
     again.watch("model", later)
     again.restore(written(watched.state()))
     assert other == {"batch_size": 8, "width": 3}
-    assert again.left == {}
+    assert again.unsaved == {}
 
 
 def test_settings_that_are_not_there_are_named() -> None:
@@ -375,7 +377,7 @@ def test_settings_that_are_not_there_are_named() -> None:
     again.watch("model", later)
     vars(holder)["hparams"] = Settings(batch_size=2)
     again.restore(watched.state())
-    assert list(again.left) == ["model.hparams"]
+    assert list(again.unsaved) == ["model.hparams"]
 
 
 def test_a_class_names_what_is_kept() -> None:
@@ -388,7 +390,7 @@ def test_a_class_names_what_is_kept() -> None:
     first, kept = Choosy(), Attributes()
     kept.watch("one", first)
     first.wanted = first.other = 1
-    assert kept.state() == {"one": [(("wanted",), ("value", 1))]}
+    assert kept.state() == {"one": [(("", "wanted"), ("value", 1))]}
 
 
 def test_an_averaged_model_is_kept_by_its_state_dict() -> None:
@@ -422,14 +424,14 @@ def test_modules_keep_their_own_attributes_and_hidden_buffers() -> None:
     first, second = Net(), Net()
     kept, again = Attributes(), Attributes()
     for one, net in ((kept, first), (again, second)):
-        one.elsewhere(*net.modules())
+        one.exclude(*net.modules())
         one.watch("model", net)
     first.count = 3
     with torch.no_grad():
         for changed in (first.layer.weight, first.saved, first.hidden):
             changed.add_(1)
     state = kept.state()
-    assert [path for path, _ in state["model"]] == [("count",), ("hidden",)], "the rest is in the state_dict"
+    assert [path for path, _ in state["model"]] == [("", "count"), ("", "hidden")], "the rest is in the state_dict"
     again.restore(written(state))
     assert (second.count, second.hidden.item()) == (3, 1.0)
 
@@ -450,7 +452,7 @@ def test_an_object_that_is_watched_again_stays_watched_from_its_beginning() -> N
     kept.watch("loader 0 dataset", dataset)
     dataset.steps = 7
     kept.watch("loader 0 dataset", dataset)
-    assert kept.state()["loader 0 dataset"] == [(("steps",), ("value", 7))]
+    assert kept.state()["loader 0 dataset"] == [(("", "steps"), ("value", 7))]
     assert kept.replaced == set()
     kept.watch("loader 0 dataset", Keeper())
     assert kept.state() == {}
@@ -464,7 +466,7 @@ def test_what_has_changed_once_is_kept_also_as_it_was_first() -> None:
     first.steps = 7
     kept.state()
     first.steps = before
-    assert kept.state()["callback"] == [(("steps",), ("value", before))]
+    assert kept.state()["callback"] == [(("", "steps"), ("value", before))]
 
 
 def test_a_state_stays_what_it_is_when_it_was_put_back() -> None:

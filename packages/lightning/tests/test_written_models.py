@@ -418,8 +418,8 @@ def test_what_cannot_be_there_again_is_named(tmp_path: Path) -> None:
         assert exactness(root)["exact"] is not True
         return str(exactness(root)["reasons"][0])
 
-    assert "CrossEntropyLoss became MultiMarginLoss" in named(AnotherLoss)
+    assert "a MultiMarginLoss that training has made" in named(AnotherLoss)
     assert "model.criterion" in named(AnotherFunction)
-    assert "make it in __init__" in named(Net, LateAverage())
-    assert "make it in __init__" in named(Made)
+    assert "make it before the training begins" in named(Net, LateAverage())
+    assert "make it before the training begins" in named(Made)
     assert "the optimizer Lookahead" in named(LookingAhead)

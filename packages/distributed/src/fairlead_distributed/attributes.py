@@ -1,4 +1,4 @@
-"""What objects keep in attributes: plain data that have changed are saved and put back, anything else is named."""
+"""What objects keep in attributes: plain data that have changed are saved and restored, anything else is named."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import copy
 import enum
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fairlead.findings import Inexact
+from fairlead_distributed.module_state import is_metric
 from fairlead_distributed.object_fingerprint import fingerprint
 from fairlead_distributed.plain_data import (
     ATOMS,
@@ -31,99 +32,139 @@ from fairlead_distributed.plain_data import (
 )
 
 MOST_BYTES: Final = 1 << 30
-"""The most that is saved of one attribute; a larger one is named among `Attributes.left`."""
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
-_DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, *_CONTAINERS, *ATOMS, *GENERATORS)
-_SAVED_ELSEWHERE: Final = (type, ModuleType, DataLoader, Sampler)
+"""The most that is saved of one attribute; a larger one is named among `Attributes.unsaved`."""
+_DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, dict, list, tuple, set, frozenset, deque, *ATOMS, *GENERATORS)
 
-Path = tuple[str, ...]
+Path = tuple[str, str]
+"""An owner, by its path in the watched object, and one of its attributes."""
 
 
 @dataclass
-class _Holder:
-    value: object
-    without: frozenset[str]
+class _Watched:
+    value: Any
     only: frozenset[str] | None
-    marks: dict[Path, Any] = field(default_factory=dict)
+    internal: frozenset[str]
+    always: bool
+    owners: dict[str, object] = field(default_factory=dict)  # what kind of object each was at the beginning
+    marks: dict[Path, object] = field(default_factory=dict)
     marked: list[object] = field(default_factory=list)  # the objects: an id may be reused
-    kinds: dict[Path, tuple[type, Any]] = field(default_factory=dict)  # of objects that take back what is theirs
-    moved: set[Path] = field(default_factory=set)  # what was another value once: it may return to its first value
+    changed: set[Path] = field(default_factory=set)  # at some time: it may have returned to its first value
 
 
 class Attributes:
-    """The attributes of objects, watched from a beginning: numbers, texts, containers, tensors, arrays, generators.
+    """The attributes of watched objects, and of the user's own objects that these attributes hold; no deeper.
 
-    An object with a `state_dict` that an attribute holds is saved by that. Of an object of a class of the user's, a
-    meter or a buffer, the attributes are saved as well, and nothing below. A class changes that by naming what is
-    saved: `resume_attributes = ("seen",)`, or `()` for nothing.
+    Plain data that have changed since the beginning are saved (see `to_plain`); an object with `state_dict` and
+    `load_state_dict` is saved by these. A class can name what is saved: `resume_attributes = ("seen",)`, or `()` for
+    nothing. Anything else that has changed is named in `unsaved`.
+
+    Args:
+        internal: The names of an object's attributes that are no state of the user's.
 
     Attributes:
-        left: What has changed and cannot be saved, by its name, with the reason.
-        replaced: The names of which another object was watched before.
+        unsaved: What has changed and cannot be saved or restored, by its name, with the reason.
+        replaced: The names under which another object was watched before.
     """
 
-    def __init__(self) -> None:
-        self.left: dict[str, str] = {}
+    def __init__(self, internal: Callable[[object], frozenset[str]] = lambda _: frozenset()) -> None:
+        self.unsaved: dict[str, str] = {}
         self.replaced: set[str] = set()
-        self._holders: dict[str, _Holder] = {}
+        self._internal = internal
+        self._watched: dict[str, _Watched] = {}
+        self._excluded: dict[int, object] = {}  # with the objects, as an id may be reused
+        self._known: dict[int, object] = {}  # these, and what is watched under a name of its own
+        self._apart: Mapping[int, object] = self._excluded  # what a fingerprint does not look into
         self._begun = False
-        self._elsewhere: dict[int, object] = {}  # the objects too: an id may be reused
-        self._watched: dict[int, object] = {}
-        self._not_looked_into: dict[int, object] = {}
         self._saved: dict[str, Any] = {}
 
-    def elsewhere(self, *objects: object) -> None:
+    def exclude(self, *objects: object) -> None:
         """Before any is watched: objects that are saved elsewhere, or not at all, whatever attribute has them."""
-        self._elsewhere.update((id(one), one) for one in objects)
-        self._not_looked_into = self._elsewhere
+        self._excluded.update((id(one), one) for one in objects)
+        self._known.update(self._excluded)
+
+    def watch(self, name: str, value: object, only: frozenset[str] | None = None, *, always: bool = False) -> None:
+        """Watches an object, or a module with its parts, and restores what `restore` was given for it.
+
+        An object that already has this name stays as it is; another one replaces it.
+
+        Args:
+            name: In the checkpoint, and in messages.
+            value: The object.
+            only: The names of its attributes that are saved; None: all.
+            always: They are saved whether they change or not: another start makes them of what it has loaded.
+        """
+        known = self._watched.get(name)
+        # A namespace that was made to hold an object is as good as another for the same object.
+        if known is None or not (known.value is value or (type(value) is SimpleNamespace and known.value == value)):
+            self.replaced |= {name} if known is not None else set()
+            self._watched[name] = _Watched(value, only, self._internal(value), always)
+            self._known[id(value)] = value
+            self._note(self._watched[name])
+        if name in self._saved:
+            self.mark()  # others may hold the same objects, and do not change by this
+            self._restore(name, self._saved.pop(name))
+
+    def mark(self) -> None:
+        """Notes that all objects are watched: none is part of another's value; and what has changed until now."""
+        for one in self._watched.values():
+            for path, value in self._leaves(one):
+                self._has_changed(one, path, value)
+        held = [owner for one in self._watched.values() for owner in self._owners(one).values()]
+        for kind in {base for owner in held for base in type(owner).__mro__ if is_users_class(base)}:
+            name = f"class {kind.__module__}.{kind.__qualname__}"
+            self._watched.setdefault(name, _Watched(kind, None, frozenset(), always=False))
+        self._apart = {**self._known, **{id(owner): owner for owner in held}}
+        for one in self._watched.values():
+            self._note(one)
+
+    def _note(self, one: _Watched) -> None:
+        if not (self._begun and one.owners):
+            one.owners = {path: _kind(owner) for path, owner in self._owners(one).items()}
+        leaves = dict(self._leaves(one))
+        one.marks, one.marked = {path: self._mark(value) for path, value in leaves.items()}, list(leaves.values())
+
+    def begun(self) -> None:
+        """The training begins: a resumed run makes no object that is made from now on."""
+        self.mark()
+        self._begun = True
 
     def fingerprint(self, value: Any) -> object:
-        """Equal to that of another moment where the value is what it was then."""
-        return fingerprint(value, self._elsewhere)
+        """Equal to that of an earlier moment if the value has not changed."""
+        return fingerprint(value, self._excluded)
 
-    def watch(
-        self,
-        name: str,
-        holder: object,
-        without: frozenset[str] = frozenset(),
-        only: frozenset[str] | None = None,
-        *,
-        always: bool = False,
-    ) -> None:
-        """Begins to watch an object, and puts back what `restore` has for it.
+    def state(self) -> dict[str, Any]:
+        """What has changed since the beginning, by watched object: paths with plain data and tensors, not copied."""
+        found: dict[str, Any] = {}
+        for name, one in self._watched.items():
+            made = set(self._made_while_training(one)) if self._begun else set()
+            for path in made:
+                what = f"a {type(self._owners(one)[path]).__name__} that training has made"
+                self.unsaved[_join(name, path)] = f"it is {what}: make it before the training begins, as in __init__"
+            saved = []
+            for path, value in self._leaves(one):
+                if path[0] in made or _join(*path) in made or not self._has_changed(one, path, value):
+                    continue
+                try:
+                    saved.append((path, self._serialized(one, value)))
+                except TypeError as error:
+                    self.unsaved[_join(name, *path)] = str(error)
+                except Exception as error:  # of the user's `state_dict`
+                    self.unsaved[_join(name, *path)] = f"its state_dict fails: {type(error).__name__}: {error}"
+            if saved:
+                found[name] = saved
+        return found
 
-        One that is watched under this name already stays so, from its beginning; another one replaces it.
-        `without` are names that are not saved; `only` those that are. `always`: what it holds is saved whether it
-        changes or not, since another start makes it of what it has loaded.
-        """
-        known = self._holders.get(name)
-        self._watched[id(holder)] = holder
-        # One that was made to hold an object is as good as another for the same object.
-        if known is None or not (known.value is holder or (type(holder) is SimpleNamespace and known.value == holder)):
-            self.replaced |= {name} if known is not None else set()
-            found = self._holders[name] = _Holder(holder, without, only)
-            for path, value in self._leaves(found, beginning=True):
-                if not always:
-                    found.marks[path] = self._mark(value)
-                    found.marked.append(value)
-            self._watch_classes({type(holder), *(kind for kind, _ in found.kinds.values())} - {type})
-        if name in self._saved:
-            self._mark_anew()  # others may hold the same objects, and have not changed by this
-            self._put_back(self._holders[name], name, self._saved.pop(name))
-
-    def watch_module(self, name: str, module: nn.Module, without: frozenset[str] = OF_A_MODULE) -> None:
-        """Begins to watch a module; of a class of torch's, as `nn.Dropout`, only numbers and texts."""
-        # torch's fully_shard derives a class from the module's own.
-        kind = next(one for one in type(module).__mro__ if not one.__module__.startswith("torch.distributed.fsdp"))
-        if not is_engines(kind):
-            self.watch(name, module, without)
-        elif not kind.__module__.startswith("torchmetrics."):  # their sums are saved elsewhere
-            numbers = (key for key, one in vars(module).items() if isinstance(one, ATOMS) and key not in OF_A_MODULE)
-            self.watch(name, module, only=frozenset(numbers))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state` returned; for an object that is not watched yet, when it is."""
+        for name, saved in state.items():
+            if name in self._watched:
+                self._restore(name, saved)
+            else:
+                self._saved[name] = saved
 
     def reasons(self) -> Iterator[Inexact]:
         """What has changed and cannot be saved."""
-        for path, why in sorted(self.left.items()):
+        for path, why in sorted(self.unsaved.items()):
             yield Inexact(
                 path,
                 why=why,
@@ -132,153 +173,14 @@ class Attributes:
                 certain=False,
             )
 
-    def _watch_classes(self, kinds: set[type]) -> None:
-        for kind in {base for one in kinds for base in one.__mro__}:
-            if is_users_class(kind):
-                self.watch(f"class {kind.__module__}.{kind.__qualname__}", kind)
-
-    def begun(self) -> None:
-        """The training begins: an object that is made from now on finds none to take its state in a resume."""
-        self._begun = True
-        self._mark_anew()
-
-    def _mark_anew(self) -> None:
-        """What is watched by now, the loaders' data sets too, is saved under its own name only."""
-        same = {
-            name: [path for path, value in self._leaves(holder, beginning=True) if not self._moved(holder, path, value)]
-            for name, holder in self._holders.items()
-        }
-        self._not_looked_into = {**self._elsewhere, **self._watched}
-        for name, holder in self._holders.items():
-            values = dict(self._leaves(holder, beginning=True))
-            holder.marks = {path: self._mark(values[path]) for path in same[name]}
-
-    def state(self) -> dict[str, Any]:
-        """What has changed since it is watched, by holder and path: plain data and tensors, not copied."""
-        found: dict[str, Any] = {}
-        for name, holder in self._holders.items():
-            changed = []
-            for path, value in self._leaves(holder):
-                if not self._moved(holder, path, value):
-                    continue
-                path_name = ".".join((name, *path))
-                try:
-                    changed.append((path, self._serialized(holder, path, value)))
-                    if path in holder.kinds and self._kind(value) != holder.kinds[path]:
-                        self.left[path_name] = "attributes in it have changed, which are not in its state_dict"
-                except TypeError as error:
-                    self.left[path_name] = str(error)
-                except Exception as error:  # of the user's `state_dict`
-                    self.left[path_name] = f"it gives no state: {type(error).__name__}: {error}"
-            if changed:
-                found[name] = changed
-        return found
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state` gave; what is of an object that is not watched yet, when it is."""
-        for name, changed in state.items():
-            if name in self._holders:
-                self._put_back(self._holders[name], name, changed)
-            else:
-                self._saved[name] = changed
-
-    def _put_back(self, holder: _Holder, name: str, changed: Any) -> None:
-        for path, saved in ((tuple(path), saved) for path, saved in changed):
-            holder.moved.add(path)
-            try:
-                owner: Any = holder.value
-                for part in path[:-1]:
-                    owner = _attributes(owner)[part]
-                now: Any = _attributes(owner).get(path[-1])
-                kind, plain = copy.deepcopy(saved)  # what holds it now may change it
-                if kind == "state":
-                    now.load_state_dict(from_plain(plain))
-                elif (value := put_back(now, from_plain(plain))) is not now or value is None:
-                    setattr(owner, path[-1], value)
-            except KeyError:
-                self.left[".".join((name, *path))] = "its owner no longer exists"
-            except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
-                self.left[".".join((name, *path))] = f"it could not be put back: {type(error).__name__}: {error}"
-
-    def _leaves(self, holder: _Holder, *, beginning: bool = False) -> Iterator[tuple[Path, Any]]:
-        """Each attribute of a holder, and of the objects that are gone into: these are there from the beginning."""
-        seen: set[int] = set()
-        for key, value in self._own(holder.value, holder.without, holder.only, seen):
-            path = (key,)
-            goes = self._is_gone_into(holder, value)
-            if beginning and (goes or is_stateful(value)):
-                holder.kinds[path] = self._kind(value)
-            if not goes or holder.kinds.get(path) != self._kind(value):
-                yield path, value
-                continue
-            for inner, one in self._own(value, frozenset(), None, seen):
-                if beginning and is_stateful(one):
-                    holder.kinds[*path, inner] = self._kind(one)
-                yield (*path, inner), one
-
-    def _own(
-        self, owner: object, without: frozenset[str], only: frozenset[str] | None, seen: set[int]
-    ) -> Iterator[tuple[str, Any]]:
-        kind = owner if isinstance(owner, type) else type(owner)
-        wanted = getattr(kind, "resume_attributes", None) if only is None else only
-        for key, value in list(_attributes(owner).items()):
-            if key in without or (wanted is not None and key not in wanted):
-                continue
-            if not isinstance(value, ATOMS):
-                # Lightning takes `forward` away in a step, and puts it back so.
-                of_class = inspect.ismethod(value) and value.__self__ is owner
-                stream = is_stateful(value) and isinstance(value, Dataset)  # its position is its loader's
-                known = any(id(value) in ids for ids in (self._elsewhere, self._watched, seen))
-                if of_class or stream or known or isinstance(value, _SAVED_ELSEWHERE):
-                    continue
-                seen.add(id(value))
-            yield key, value
-
-    def _is_gone_into(self, holder: _Holder, value: object) -> bool:
-        """Whether its attributes are watched: an object of the user's without a `state_dict`, or a wrapped data set."""
-        if isinstance(value, (*_DATA, nn.Module)) or is_stateful(value) or record_of(value) is not None:
-            return False
-        kind = type(value)
-        package = type(holder.value).__module__.partition(".")[0]
-        users = is_users_class(kind) or (kind.__module__.partition(".")[0] == package and not is_engines(kind))
-        return hasattr(value, "__dict__") and (users or isinstance(value, Dataset)) and not inspect.isroutine(value)
-
-    def _moved(self, holder: _Holder, path: Path, value: Any) -> bool:
-        """Whether it is another value now, or was so before."""
-        if path not in holder.moved and path in holder.marks and self._mark(value) == holder.marks[path]:
-            return False
-        holder.moved.add(path)
-        return True
-
-    def _mark(self, value: Any) -> Any:
-        """What is equal to that of an earlier moment where the value is what it was then."""
-        if isinstance(value, ATOMS):
-            return type(value), value
-        if not is_stateful(value):
-            return type(value), fingerprint(value, self._not_looked_into)
-        try:
-            return type(value), fingerprint(value.state_dict(), self._not_looked_into)
-        except Exception:  # the user's: it may have none before the first step, and is read for each checkpoint
-            return object()
-
-    def _kind(self, value: object) -> tuple[type, Any]:
-        """Its class; and of a module that no other has registered, what its `state_dict` does not have."""
-        if not isinstance(value, nn.Module):
-            return type(value), None
-        beside = {path: _attributes(part, hidden=False) for path, part in value.named_modules()}
-        return type(value), fingerprint(beside, self._not_looked_into)
-
-    def _serialized(self, holder: _Holder, path: Path, value: Any) -> tuple[str, Any]:
-        """As plain data.
+    def _serialized(self, one: _Watched, value: Any) -> tuple[str, Any]:
+        """As plain data, with whether that is the value or its state.
 
         Raises:
             TypeError: It cannot be saved, with the reason.
         """
-        if isinstance(holder.value, type):
+        if isinstance(one.value, type):
             raise TypeError("its class holds it for all of its objects: keep it in an attribute of self")
-        there = holder.kinds.get(path, (None, None))[0] is type(value)
-        if self._begun and not there and (is_stateful(value) or self._is_gone_into(holder, value)):
-            raise TypeError("it was made while training: make it before the training begins, as in __init__")
         stateful = is_stateful(value)
         plain = to_plain(value.state_dict() if stateful else value, "its state" if stateful else "it")
         size = _size(plain)
@@ -286,17 +188,140 @@ class Attributes:
             raise TypeError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} are saved")
         return "state" if stateful else "value", plain
 
+    def _restore(self, name: str, saved: Iterable[tuple[Path, tuple[str, Any]]]) -> None:
+        one = self._watched[name]
+        owners = self._owners(one)
+        for (path, attribute), (kind, plain) in saved:
+            one.changed.add((path, attribute))
+            try:
+                owner = owners[path]
+                now: Any = _attributes(owner).get(attribute)
+                value = from_plain(copy.deepcopy(plain))  # what holds it now may change it
+                if kind == "state":
+                    now.load_state_dict(value)
+                elif (value := put_back(now, value)) is not now or value is None:
+                    setattr(owner, attribute, value)
+            except KeyError:
+                self.unsaved[_join(name, path, attribute)] = "cannot be restored: its owner no longer exists"
+            except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
+                why = f"cannot be restored: {type(error).__name__}: {error}"
+                self.unsaved[_join(name, path, attribute)] = why
 
-def _attributes(owner: Any, *, hidden: bool = True) -> Mapping[str, Any]:
-    """The names and values, with a module's buffers that are in no `state_dict`; `hidden`: those with an underscore."""
+    def _owners(self, one: _Watched) -> dict[str, Any]:
+        """By path: the object, with its parts if it is a module, and the objects that their attributes hold."""
+        found = _parts("", one.value)
+        seen = set(map(id, found.values()))
+        for path, owner in list(found.items()):
+            for name, value in self._own(one, owner):
+                if id(value) not in seen and (is_stateful(value) or _is_looked_into(value, owner)):
+                    parts = _parts(_join(path, name), value)
+                    found |= parts
+                    seen.update(map(id, parts.values()))
+        return found
+
+    def _leaves(self, one: _Watched) -> Iterator[tuple[Path, Any]]:
+        """The attributes that are saved as one value."""
+        owners = self._owners(one)
+        for path, owner in owners.items():
+            for name, value in self._own(one, owner):
+                if is_stateful(value) or owners.get(_join(path, name)) is not value:
+                    yield (path, name), value
+
+    def _own(self, one: _Watched, owner: Any) -> Iterator[tuple[str, Any]]:
+        """The attributes of an owner that may be the user's state."""
+        chosen = one.only if owner is one.value else None
+        if chosen is None:
+            chosen = getattr(owner if isinstance(owner, type) else type(owner), "resume_attributes", None)
+        numbers = False
+        if isinstance(owner, nn.Module) and is_engines(_class_of(owner)):
+            if is_metric(owner) and id(owner) in self._excluded:
+                return  # its sums are in `module_state`
+            numbers = not is_metric(owner)  # of nn.Dropout its rate
+        elif is_stateful(owner) and owner is not one.value and not isinstance(owner, nn.Module):
+            return  # it has said what its state is
+        internal = one.internal if owner is one.value else self._internal(owner)
+        for name, value in _attributes(owner).items():
+            if name in internal or (chosen is not None and name not in chosen):
+                continue
+            # Lightning takes `forward` away in a step, and puts it back as a bound method.
+            bound = inspect.ismethod(value) and value.__self__ is owner
+            loaders = isinstance(value, (DataLoader, Sampler)) or (is_stateful(value) and isinstance(value, Dataset))
+            elsewhere = numbers or bound or loaders or id(value) in self._known
+            if isinstance(value, ATOMS) or not elsewhere:
+                yield name, value
+
+    def _made_while_training(self, one: _Watched) -> Iterator[str]:
+        """Owners that are not those of the beginning; of a module that was replaced not the parts as well."""
+        owners = self._owners(one)
+        last = None
+        for path, owner in owners.items():
+            if one.owners.get(path) != _kind(owner) and not (last is not None and path.startswith(last)):
+                last = f"{path}."
+                yield path
+
+    def _has_changed(self, one: _Watched, path: Path, value: Any) -> bool:
+        """Whether it is another value now, or was so before."""
+        if one.always or path not in one.marks or self._mark(value) != one.marks[path]:
+            one.changed.add(path)
+        return path in one.changed
+
+    def _mark(self, value: Any) -> object:
+        """Equal to that of an earlier moment if the value has not changed."""
+        if isinstance(value, ATOMS):
+            return type(value), value
+        try:
+            if is_stateful(value):
+                return type(value), fingerprint(value.state_dict(), self._apart)
+        except Exception:  # the user's: it may have none before the first step, and is read for each checkpoint
+            return object()
+        return type(value), id(value) if id(value) in self._apart else fingerprint(value, self._apart)
+
+
+def _is_looked_into(value: object, owner: object) -> bool:
+    """Whether the attributes of an attribute's value are watched: it is a dataset, or an object of the user's."""
+    if isinstance(value, (*_DATA, type)) or record_of(value) is not None or inspect.isroutine(value):
+        return False
+    kind = type(value)
+    package = type(owner).__module__.partition(".")[0]
+    users = is_users_class(kind) or (kind.__module__.partition(".")[0] == package and not is_engines(kind))
+    return hasattr(value, "__dict__") and (users or isinstance(value, Dataset))
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """By name; of a module with its buffers that are in no `state_dict`, of a class its data."""
     if isinstance(owner, type):
         own = {name: value for name, value in vars(owner).items() if not name.startswith(("__", "_abc_"))}
         return {name: value for name, value in own.items() if isinstance(value, _DATA)}
-    own = getattr(owner, "__dict__", {})
+    own = dict(getattr(owner, "__dict__", {}))
     if isinstance(owner, nn.Module):
         own = {name: value for name, value in own.items() if name not in OF_A_MODULE}
         own |= {name: owner._buffers[name] for name in owner._non_persistent_buffers_set}
-    return own if hidden else {name: value for name, value in own.items() if not name.startswith("_")}
+    return own
+
+
+def _parts(path: str, value: object) -> dict[str, Any]:
+    """A module's parts by path, or the object alone."""
+    if not isinstance(value, nn.Module):
+        return {path: value}
+    return {_join(path, name): part for name, part in value.named_modules()}
+
+
+def _join(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _class_of(module: nn.Module) -> type:
+    """Its class; torch's `fully_shard` derives another one from it."""
+    return next(one for one in type(module).__mro__ if not one.__module__.startswith("torch.distributed.fsdp"))
+
+
+def _kind(owner: object) -> object:
+    """What each start makes alike: its class, and the names of a module's parameters."""
+    if not isinstance(owner, nn.Module):
+        return type(owner)
+    # A lazy layer becomes another with its first batch, also in a resumed run; a pruned parameter has another name.
+    names = frozenset(name.removesuffix("_orig") for name in owner._parameters)
+    return getattr(owner, "cls_to_become", None) or type(owner), names
 
 
 def _size(value: Any) -> int:

@@ -57,14 +57,14 @@ def restore_flags(module: Module, state: Mapping[str, Any]) -> None:
             parameter.requires_grad_(name not in frozen)
 
 
-def _is_metric(module: Module) -> bool:
+def is_metric(module: Module) -> bool:
     """Whether it is one of torchmetrics; where that was not imported, there can be none."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
 def _metrics(module: Module) -> Iterator[tuple[str, Any]]:
-    return ((name, one) for name, one in module.named_modules() if _is_metric(one))
+    return ((name, one) for name, one in module.named_modules() if is_metric(one))
 
 
 def _metric_state(metric: Any) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _pruned(module: Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 def _buffers(module: Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a `state_dict` holds, but those of metrics, which are saved elsewhere."""
     for prefix, one in module.named_modules():
-        if _is_metric(one):
+        if is_metric(one):
             continue
         left_out: set[str] = getattr(one, "_non_persistent_buffers_set", set())
         for name, buffer in one.named_buffers(recurse=False):

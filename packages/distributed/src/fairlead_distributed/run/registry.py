@@ -174,12 +174,12 @@ class Registry:
     def watch_attributes(self) -> None:
         """Begins to watch what the modules keep in attributes, before anything is restored."""
         modules = self.modules()
-        self.attributes.elsewhere(
+        self.attributes.exclude(
             *(one.value for one in self), *(part for one in modules.values() for part in one.modules())
         )
         for name, module in modules.items():
-            for path, part in module.named_modules(prefix=name):
-                self.attributes.watch_module(path, part)
+            self.attributes.watch(name, module)
+        self.attributes.begun()
 
     def rank_state(self, *, buffers: bool) -> dict[str, Any]:
         """What this rank saves; `buffers`: those of its modules too, as not all are in the shared state."""

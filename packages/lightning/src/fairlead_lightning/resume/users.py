@@ -36,10 +36,9 @@ class Users:
     """
 
     def __init__(self) -> None:
-        self.attributes = Attributes()
+        self.attributes = Attributes(_not_watched)
         self._trainer: L.Trainer | None = None
         self._groups: list[int] = []  # that each optimizer was made with
-        self._layers: dict[str, type] = {}
         self._begun = False
 
     def watch(self, trainer: L.Trainer, before: Mapping[str, Any] | None) -> None:
@@ -49,14 +48,12 @@ class Users:
         if before is not None:
             self._add_groups(before.get("groups", ()))
         _watch(trainer, self.attributes)
-        self._layers = _layers(trainer.lightning_module)
 
     def begun(self) -> None:
         """An epoch begins; what was made until the first of them, a resumed fit makes as well."""
         if not self._begun and self._trainer is not None:
             self._begun = True
             self.attributes.begun()
-            self._layers = _layers(self._trainer.lightning_module)
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint of this rank."""
@@ -77,7 +74,6 @@ class Users:
         """What has changed and cannot be saved."""
         yield from self.attributes.reasons()
         if self._trainer is not None:
-            yield from self._replaced(self._trainer.lightning_module)
             yield from _nested(self._trainer.optimizers)
             yield from _refused(self._trainer)
 
@@ -98,46 +94,28 @@ class Users:
                 if all(name in weights for name in group):
                     one.add_param_group({"params": [weights[name] for name in group]})
 
-    def _replaced(self, model: nn.Module) -> Iterator[Inexact]:
-        """A layer that is not that of the beginning; one says enough: those inside of it are others too."""
-        now = _layers(model)
-        for path in sorted(now.keys() | self._layers.keys()):
-            before, after = (kinds.get(path) for kinds in (self._layers, now))
-            if before is not after:
-                was, became = (kind.__name__ if kind is not None else "nothing" for kind in (before, after))
-                yield Inexact(
-                    f"model {path}",
-                    why=f"the training has replaced it ({was} became {became}), and each start makes the model anew",
-                    fix="make all of them in __init__, and choose among them by a number in an attribute",
-                )
-                return
-
 
 def _watch(trainer: L.Trainer, attributes: Attributes) -> None:
-    """Watches modules, callbacks, data module and optimizers, and what callbacks set of the trainer."""
+    """Watches the module, callbacks, data module and optimizers, and what callbacks set of the trainer."""
     model, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     callbacks: list[L.Callback] = vars(trainer)["callbacks"]
     configs = trainer.lr_scheduler_configs
-    attributes.elsewhere(trainer, trainer.strategy, *model.modules(), *callbacks, *trainer.loggers, data)
-    attributes.elsewhere(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
+    attributes.exclude(trainer, trainer.strategy, *model.modules(), *callbacks, *trainer.loggers, data)
+    attributes.exclude(*trainer.optimizers, *configs, *(config.scheduler for config in configs))
     attributes.watch("trainer", trainer, only=_SET_IN_TRAINING)
-    for path, module in model.named_modules():
-        attributes.watch_module(f"model {path}".rstrip(), module, _not_watched(module))
+    attributes.watch("model", model)
     count: Counter[str] = Counter()
     for callback in callbacks:
         name = type(callback).__name__
         count[name] += 1
         if not is_engines(type(callback)):
-            attributes.watch(
-                f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback, _of_its_base(callback)
-            )
+            attributes.watch(f"callback {name}" + f" {count[name]}" * (count[name] > 1), callback)
     if data is not None and not is_engines(type(data)):
-        attributes.watch(f"data {type(data).__name__}", data, _not_watched(data))
+        attributes.watch(f"data {type(data).__name__}", data)
     for number, one in enumerate(trainer.optimizers):
         if is_users_class(type(one)):  # it may be made of the weights, which a resumed fit has loaded already
-            attributes.watch(
-                f"optimizer {number}", one, frozenset(vars(torch.optim.SGD([torch.zeros(1)]))), always=True
-            )
+            attributes.watch(f"optimizer {number}", one, always=True)
+    attributes.mark()
 
 
 def internal(holder: object) -> frozenset[str]:
@@ -162,9 +140,14 @@ def owners_of_fit(trainer: L.Trainer) -> list[Owner]:
     return [Owner(one, name, prefix, internal(one), shown=not is_engines(type(one))) for prefix, one, name in held]
 
 
-def _not_watched(holder: object) -> frozenset[str]:
-    """As `internal`, less the hyperparameters, which a finder sets; Lightning makes empty ones where there are none."""
-    return internal(holder) - ({"_hparams"} if vars(holder).get("_hparams") else set())
+def _not_watched(owner: object) -> frozenset[str]:
+    """What an object's base class keeps in attributes, but for hyperparameters, which a finder sets."""
+    if isinstance(owner, L.Callback):
+        return _of_its_base(owner)
+    if isinstance(owner, torch.optim.Optimizer):
+        return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+    # Lightning makes empty hyperparameters where there are none.
+    return internal(owner) - ({"_hparams"} if getattr(owner, "__dict__", {}).get("_hparams") else set())
 
 
 def _of_its_base(callback: L.Callback) -> frozenset[str]:
@@ -177,13 +160,6 @@ def _of_its_base(callback: L.Callback) -> frozenset[str]:
     except Exception:  # without its arguments; what it has by then is left out, and the rest is looked at
         return frozenset(vars(made))
     return frozenset(vars(made))
-
-
-def _layers(model: nn.Module) -> dict[str, type]:
-    # A lazy layer becomes another with its first batch, also in a resumed run.
-    found = {path: getattr(one, "cls_to_become", None) or type(one) for path, one in model.named_modules()}
-    # One that is pruned is trained under another name.
-    return found | {name.removesuffix("_orig"): nn.Parameter for name, _ in model.named_parameters()}
 
 
 def watch_loader(attributes: Attributes, name: str, loader: object) -> None:
