@@ -246,3 +246,18 @@ def test_another_function_in_an_attribute_is_named() -> None:
     holder.held = sum
     assert kept.state() == {}
     assert list(kept.unsaved) == ["it.held"]
+
+
+def test_an_engines_object_in_a_list_is_named_where_it_changes() -> None:
+    weight, dataset = nn.Parameter(torch.ones(2)), Curriculum()
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    kept = Attributes()
+    kept.watch("optimizers", Holder([optimizer]))
+    kept.watch("datasets", Holder([Subset(dataset, [0])]))
+    kept.begun()
+    assert (kept.state(), kept.unsaved) == ({}, {})
+    weight.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    dataset.level = 3
+    kept.state()
+    assert set(kept.unsaved) == {"optimizers.held", "datasets.held"}

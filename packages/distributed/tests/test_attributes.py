@@ -349,15 +349,22 @@ def test_what_cannot_be_put_back_is_named_and_the_rest_is() -> None:
 
 
 class Settings(dict[str, Any]):
-    """As Lightning's `AttributeDict`: no code but the user's makes one."""
+    """No code but the user's makes one."""
 
 
+class AttributeDict(dict[str, Any]):
+    """A fake of Lightning's, which these tests do not need for anything else."""
+
+    __module__ = "lightning.fabric.utilities.data"
+
+
+@pytest.mark.parametrize("kind", [Settings, AttributeDict])
 @pytest.mark.parametrize("inside", [False, True], ids=["itself", "in a dict"])
-def test_settings_of_another_class_than_dict_stay_what_they_are(inside: bool) -> None:
+def test_settings_of_another_class_than_dict_stay_what_they_are(inside: bool, kind: type[dict[str, Any]]) -> None:
     """A finder sets the batch size in the hyperparameters."""
 
-    def make() -> tuple[Any, Settings]:
-        holder, settings = Mean(), Settings(batch_size=2, width=3)
+    def make() -> tuple[Any, dict[str, Any]]:
+        holder, settings = Mean(), kind(batch_size=2, width=3)
         vars(holder)["hparams"] = {"net": settings} if inside else settings
         return holder, settings
 
@@ -480,3 +487,18 @@ def test_a_state_stays_what_it_is_when_it_was_put_back() -> None:
         again.restore(state)
         assert torch.equal(second.hidden, torch.full((2,), 1.0))  # type: ignore[arg-type]
         second.hidden.zero_()  # type: ignore[union-attr]
+
+
+def test_an_attribute_that_training_makes_an_alias_is_saved_like_the_other() -> None:
+    class Best:
+        def __init__(self) -> None:
+            self.best: list[int] | None = None
+            self.now = [0]
+
+    first, second, kept, again = Best(), Best(), Attributes(), Attributes()
+    kept.watch("model", first)
+    again.watch("model", second)
+    first.now.append(1)
+    first.best = first.now
+    again.restore(written(kept.state()))
+    assert (second.best, second.now) == ([0, 1], [0, 1])

@@ -33,7 +33,8 @@ from fairlead_distributed.plain_data import (
 
 MOST_BYTES: Final = 1 << 30
 """The most that is saved of one attribute; a larger one is named among `Attributes.unsaved`."""
-_DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, dict, list, tuple, set, frozenset, deque, *ATOMS, *GENERATORS)
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
+_DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, *_CONTAINERS, *ATOMS, *GENERATORS)
 
 Path = tuple[str, str]
 """An owner, by its path in the watched object, and one of its attributes."""
@@ -137,9 +138,9 @@ class Attributes:
         found: dict[str, Any] = {}
         for name, one in self._watched.items():
             made = set(self._made_while_training(one)) if self._begun else set()
-            for path in made:
-                what = f"a {type(self._owners(one)[path]).__name__} that training has made"
-                self.unsaved[_join(name, path)] = f"it is {what}: make it before the training begins, as in __init__"
+            for owner in made:
+                what = f"a {type(self._owners(one)[owner]).__name__} that training has made"
+                self.unsaved[_join(name, owner)] = f"it is {what}: make it before the training begins, as in __init__"
             saved = []
             for path, value in self._leaves(one):
                 if path[0] in made or _join(*path) in made or not self._has_changed(one, path, value):

@@ -23,6 +23,7 @@ _PIECES, _PIECE = 1 << 12, 1 << 12
 _LONG: Final = 1 << 8  # items of a container that is read at once, if it holds Python's own data only
 _ONLY_WHICH: Final = (type, ModuleType, BuiltinFunctionType, DataLoader, Sampler)
 _CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
+_LOOKED_INTO: Final = (nn.Module, Dataset, *_CONTAINERS)  # of an engine's: Lightning's hyperparameters are a dict
 
 
 def fingerprint(value: Any, apart: Mapping[int, object]) -> object:
@@ -76,7 +77,7 @@ class _Fingerprint(pickle.Pickler):
             return id(value)
         if type(value) in _CONTAINERS:
             return _of_plain(value) if len(value) > _LONG else None
-        if is_engines(type(value)) and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Dataset)):
+        if is_engines(type(value)) and hasattr(value, "__dict__") and not isinstance(value, _LOOKED_INTO):
             return self._of_engine(value)
         return None
 
