@@ -9,11 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fairlead import Run
 
@@ -172,6 +173,39 @@ def module_with_counters(root: Path, mark: Callable[[], None]) -> Any:
     return weights(net), net.calls, net.seen.tolist(), net.dropout.p
 
 
+class Remembers(Dataset[Any]):
+    """A generator, noise that is drawn once for each sample, and a level that the loop raises."""
+
+    def __init__(self) -> None:
+        self.samples: Any = data().dataset
+        self.random = np.random.default_rng(7)
+        self.noise: dict[int, float] = {}
+        self.level = 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x * (1 + self.level) + self.noise.setdefault(index, self.random.normal()), y
+
+
+def dataset_that_remembers(root: Path, mark: Callable[[], None]) -> Any:
+    """What the samples, and the loop, change in the dataset counts for the samples that come."""
+    net, dataset = model(), Remembers()
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    with Run(root, m=net, o=optimizer, checkpoint={"every_n_steps": 2}) as run:
+        run.restore()
+        for _ in run.epochs(3):
+            for x, y in run.batches(DataLoader(dataset, batch_size=4, shuffle=True)):
+                mark()
+                step_of(optimizer, loss_of(net, x.float(), y))
+                run.step()
+            dataset.level += 1
+            mark()
+    return weights(net)
+
+
 def shorter_loader_first(root: Path, mark: Callable[[], None]) -> Any:
     """The longer one stands within its epoch when that of the run ends."""
     net = model()
@@ -214,6 +248,7 @@ def state_that_the_loop_holds(root: Path, mark: Callable[[], None]) -> Any:
         optimizer_of_a_part,
         accumulated_over_the_epoch,
         module_with_counters,
+        dataset_that_remembers,
         shorter_loader_first,
         state_that_the_loop_holds,
     ],
@@ -297,3 +332,15 @@ def test_a_loop_with_its_own_data_saves_what_it_does_after_a_step(
         run.restore()
         assert (run.steps, run.state) == (1, {"best": 0.5})
         run.finish()
+
+
+def test_what_workers_change_in_their_dataset_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has a copy, which ends with it."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.02)
+    with Run(tmp_path, m=net, o=optimizer, max_epochs=1, checkpoint={"every_n_steps": 2}) as run:
+        run.restore()
+        for x, y in run.batches(DataLoader(Remembers(), batch_size=2, num_workers=1)):
+            step_of(optimizer, loss_of(net, x.float(), y))
+            run.step()
+    assert "because of what a loader's workers keep in attributes" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import warnings
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from run_records import checkpoints, events, latest
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fairlead import Run, Stopped
 from fairlead.config import RunConfig
@@ -48,6 +49,31 @@ def draws(root: Path, steps: int, policy: Any) -> tuple[list[int], float, bool]:
             seen += batch.tolist()
             run.step()
     return seen, torch.rand(1).item(), resumed
+
+
+class Curriculum(Dataset[int]):
+    """The loop raises its level; its samples draw random numbers."""
+
+    def __init__(self) -> None:
+        self.level = 0
+        self.random = random.Random(3)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index * self.random.randint(1, 2)
+
+
+def raised_level(root: Path, steps: int) -> int:
+    run, _ = opened(root, batch_policy="keep_per_device", max_steps=steps)
+    dataset = Curriculum()
+    with run:
+        run.restore()
+        for _ in run.batches(DataLoader(dataset, batch_size=2)):
+            dataset.level += 1
+            run.step()
+    return dataset.level
 
 
 def full_disk_on_rank_one(root: Path) -> list[str]:
@@ -271,6 +297,7 @@ def two_ranks(rank: int, root: Path) -> dict[str, Any]:
     """All that takes two ranks, in one start of them."""
     return {
         "draws": draws(root / "draws", 3, None),
+        "level": raised_level(root / "level", 3),
         "full": full_disk_on_rank_one(root / "full"),
         "shards": full_disk_under_shards(root / "shards", gather=False),
         "gathered": full_disk_under_shards(root / "gathered", gather=True),
@@ -324,6 +351,17 @@ def test_another_number_of_ranks_takes_exactly_what_is_left(root: Path, found: l
     assert len(taken) == 2 * 2 * 3 + 3 * 2 * 2
     assert sorted(taken) == list(range(SAMPLES))
     assert len({number for _, (_, number, _) in second}) == 3
+
+
+def test_another_number_of_ranks_has_what_the_loop_has_set_in_a_dataset(
+    root: Path, found: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its random generator each rank has had another state: that begins anew, and is named."""
+    assert [one["level"] for one in found] == [3, 3]
+    assert raised_level(root / "level", 4) == 4
+    printed = capsys.readouterr().out
+    assert "because of loader train dataset.random (its random generator begins anew" in printed
+    assert "nothing has seeded" not in printed
 
 
 def test_a_disk_that_one_rank_finds_full_costs_one_checkpoint(root: Path, found: list[dict[str, Any]]) -> None:

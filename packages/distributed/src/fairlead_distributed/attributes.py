@@ -23,6 +23,7 @@ from fairlead_distributed.plain_data import (
     GENERATORS,
     OF_A_MODULE,
     from_plain,
+    holds_generator,
     is_engines,
     is_stateful,
     is_users_class,
@@ -33,11 +34,13 @@ from fairlead_distributed.plain_data import (
 
 MOST_BYTES: Final = 1 << 30
 """The most that is saved of one attribute; a larger one is named among `Attributes.unsaved`."""
+_OF_OTHER_RANKS: Final = "its random generator begins anew: another number of ranks has saved it"
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
 _DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, *_CONTAINERS, *ATOMS, *GENERATORS)
 
 Path = tuple[str, str]
 """An owner, by its path in the watched object, and one of its attributes."""
+_Saved = tuple[Path, tuple[str, Any]]
 
 
 @dataclass
@@ -155,24 +158,35 @@ class Attributes:
                 found[name] = saved
         return found
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state` returned; for an object that is not watched yet, when it is."""
+    def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> None:
+        """Restores what `state` returned; for an object that is not watched yet, when it is.
+
+        Where another number of ranks has saved it, random generators stay as they are: all ranks would draw alike.
+        """
         for name, saved in state.items():
+            if not same_ranks:
+                saved = list(self._without_generators(name, saved))
             if name in self._watched:
                 self._restore(name, saved)
             else:
                 self._saved[name] = saved
 
+    def _without_generators(self, name: str, saved: Iterable[_Saved]) -> Iterator[_Saved]:
+        for path, (kind, plain) in saved:
+            if holds_generator(plain):
+                self.unsaved[_join(name, *path)] = _OF_OTHER_RANKS
+            else:
+                yield path, (kind, plain)
+
     def reasons(self) -> Iterator[Inexact]:
         """What has changed and cannot be saved."""
+        save = (
+            "keep plain data there, give its class state_dict and load_state_dict, "
+            "or name what is to be saved in resume_attributes"
+        )
         for path, why in sorted(self.unsaved.items()):
-            yield Inexact(
-                path,
-                why=why,
-                fix="keep plain data there, give its class state_dict and load_state_dict, "
-                "or name what is to be saved in resume_attributes",
-                certain=False,
-            )
+            fix = "resume with as many ranks" if why is _OF_OTHER_RANKS else save
+            yield Inexact(path, why=why, fix=fix, certain=False)
 
     def _serialized(self, one: _Watched, value: Any) -> tuple[str, Any]:
         """As plain data, with whether that is the value or its state.
@@ -189,7 +203,7 @@ class Attributes:
             raise TypeError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} are saved")
         return "state" if stateful else "value", plain
 
-    def _restore(self, name: str, saved: Iterable[tuple[Path, tuple[str, Any]]]) -> None:
+    def _restore(self, name: str, saved: Iterable[_Saved]) -> None:
         one = self._watched[name]
         owners = self._owners(one)
         for (path, attribute), (kind, plain) in saved:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 from torch.utils.data import (
@@ -19,6 +20,7 @@ from torch.utils.data import (
 )
 
 from fairlead.findings import Inexact
+from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import Order, ReplayedOrder, ShardedOrder
 from fairlead_distributed.loader_workers import SeededInWorkers
 from fairlead_distributed.objects import broadcast_object
@@ -139,6 +141,42 @@ def loader_batch_size(loader: object) -> int | None:
     """The samples of a loader's batches; None: it does not say that."""
     sizes = (getattr(one, "batch_size", None) for one in (loader, getattr(loader, "batch_sampler", None)))
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
+def watch_loader(attributes: Attributes, name: str, loader: object) -> None:
+    """Watches what a loader's dataset and `collate_fn` keep in this process.
+
+    Of one with a state: its generator, and a dataset that can be indexed.
+    """
+    stateful = is_stateful(loader)
+    if stateful:
+        attributes.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
+    if not isinstance(loader, DataLoader):
+        return
+    collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
+    if not is_stateful(loader.dataset) and not (stateful and isinstance(loader.dataset, IterableDataset)):
+        attributes.watch(f"{name} dataset", loader.dataset)
+    if not is_stateful(collate):
+        attributes.watch(f"{name} collate_fn", SimpleNamespace(collate_fn=collate))
+
+
+def unsaved_changes(loader: object) -> Iterator[Inexact]:
+    """What the training has changed in a loader that is put over an order, and a resume does not repeat."""
+    dataset, order = getattr(loader, "dataset", None), order_of(loader)
+    if isinstance(dataset, SeededInWorkers) and dataset.fairlead_changed:
+        yield Inexact(
+            "what a loader's workers keep in attributes",
+            why="the dataset or collate_fn of each worker changes its own copy, which is in no checkpoint",
+            fix="num_workers: 0, or a dataset and collate_fn that keep nothing between two samples",
+            certain=False,
+        )
+    if order is not None and order.changed:
+        yield Inexact(
+            "a dataset or sampler that has changed within an epoch",
+            why="a resumed epoch begins with what it is at the stop, and so do its workers' copies",
+            fix="change it where an epoch begins (on_train_epoch_start), with workers that are not persistent",
+            certain=False,
+        )
 
 
 def begins_anew(loader: Any) -> Inexact:

@@ -85,6 +85,13 @@ def from_plain(value: Any) -> Any:
     return type(value)(map(from_plain, value)) if type(value) in (list, tuple) else value
 
 
+def holds_generator(plain: Any) -> bool:
+    """Whether there is a random generator in what `to_plain` returned."""
+    if isinstance(plain, dict):
+        return plain.get(_KIND) in _OF_GENERATORS or any(map(holds_generator, plain.values()))
+    return isinstance(plain, (list, tuple)) and any(map(holds_generator, plain))
+
+
 @torch.no_grad()
 def put_back(now: Any, value: Any) -> Any:
     """The value, in the object that holds it now where that is of its kind: others may hold the same object.
@@ -254,6 +261,7 @@ _KINDS: Final[dict[str, tuple[Any, Any, Any]]] = {
         )
     },
 }
+_OF_GENERATORS: Final = ("random", "numpy", "numpy legacy", "torch")
 _WITH_SUBCLASSES: Final = (np.generic, enum.Enum, Path, *GENERATORS)
 
 

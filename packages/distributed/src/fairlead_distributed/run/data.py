@@ -13,9 +13,19 @@ from fairlead.errors import CheckpointError, ConfigError
 from fairlead.findings import Inexact
 from fairlead_distributed._sampling import derive_seed
 from fairlead_distributed._sharded import is_dtensor, is_fully_sharded
+from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition, ShardedOrder
 from fairlead_distributed.info import get_rank, get_world_size
-from fairlead_distributed.ordered_loader import Replicas, begins_anew, is_ordered, may_differ, over, sharded_order
+from fairlead_distributed.ordered_loader import (
+    Replicas,
+    begins_anew,
+    is_ahead,
+    is_ordered,
+    may_differ,
+    over,
+    sharded_order,
+    watch_loader,
+)
 from fairlead_distributed.plain_data import from_plain, is_stateful, to_plain
 from fairlead_distributed.rng import isolated_rng
 from fairlead_distributed.run.registry import Layout, Registry
@@ -69,8 +79,8 @@ class Source:
         """What the batches come from."""
         return self._ready
 
-    def prepare(self, loader: Any, seed: int, replicas: Replicas | None) -> None:
-        """Makes a loader ready; the same one as before stays as it is.
+    def prepare(self, loader: Any, seed: int, replicas: Replicas | None, attributes: Attributes) -> None:
+        """Makes a loader ready; the same one as before stays as it is. What its dataset keeps is watched, and restored.
 
         A map-style dataset behind torch's own samplers is read in an order that is made of seed and epoch, divided over
         the `replicas`. A loader with a `state_dict` is trusted. Another one begins its epoch anew.
@@ -82,8 +92,10 @@ class Source:
         if loader is self._given:
             return
         self._given, self.inexact = loader, None
+        watch_loader(attributes, f"loader {self.name}", loader)
         order = None
         if type(loader) is DataLoader and is_ordered(loader):
+            copied: list[Any] = [loader.dataset, loader.collate_fn] if is_ahead(loader) else []
             order = sharded_order(
                 loader,
                 lambda: _known(replicas),
@@ -91,6 +103,8 @@ class Source:
                 position=lambda: EpochPosition(self.epoch, self.batches),
                 generator=torch.Generator(),
                 once=lambda: True,  # at its end the epoch is over, also where that is not noticed yet
+                copied=lambda: attributes.fingerprint(copied),
+                persistent=loader.persistent_workers,
             )
         if order is not None:
             self.replicas = Replicas(order.sampler.num_replicas, order.sampler.rank)

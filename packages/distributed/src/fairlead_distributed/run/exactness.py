@@ -19,9 +19,9 @@ _SEEDED_BELOW = 2**32
 """People seed with smaller numbers; torch seeds itself with 53 random bits."""
 
 
-def loop_reasons(registry: Registry) -> Iterator[Inexact]:
-    """Reasons why a resume of a custom training loop is not exact, or may not be."""
-    if torch.initial_seed() >= _SEEDED_BELOW:
+def loop_reasons(registry: Registry, seed: int) -> Iterator[Inexact]:
+    """Reasons why a resume of a custom training loop that began with a seed is not exact, or may not be."""
+    if seed >= _SEEDED_BELOW:
         yield unseeded("torch.manual_seed(1)")
     modules, optimizers = registry.modules(), registry.optimizers()
     if modules and not optimizers:

@@ -54,7 +54,7 @@ class Registry:
     optimizers that Fabric or Accelerate has wrapped are looked into.
 
     Attributes:
-        attributes: What the modules keep in attributes.
+        attributes: What the modules, and the datasets of the loaders, keep in attributes.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class Registry:
         )
         for name, module in modules.items():
             self.attributes.watch(name, module)
-        self.attributes.begun()
+        self.attributes.mark()
 
     def rank_state(self, *, buffers: bool) -> dict[str, Any]:
         """What this rank saves; `buffers`: those of its modules too, as not all are in the shared state."""
@@ -198,7 +198,7 @@ class Registry:
         for name, module in self.modules().items():
             with loading(f"what a rank has saved of {name}", file):
                 (restore_module if same_ranks else restore_flags)(module, state["modules"][name])
-        self.attributes.restore(state.get("attributes", {}))
+        self.attributes.restore(state.get("attributes", {}), same_ranks=same_ranks)
 
     def require_same(self, saved: Any, where: Path) -> None:
         """Raises where the names that a manifest gives are not those of this run."""

@@ -24,7 +24,7 @@ from fairlead_distributed.info import get_rank, get_world_size
 from fairlead_distributed.loader_workers import protect_workers
 from fairlead_distributed.object_fingerprint import fingerprint
 from fairlead_distributed.objects import broadcast_object, gather_objects
-from fairlead_distributed.ordered_loader import Replicas, loader_batch_size
+from fairlead_distributed.ordered_loader import Replicas, loader_batch_size, unsaved_changes
 from fairlead_distributed.plain_data import from_plain, put_back
 from fairlead_distributed.run.checkpoints import RunCheckpoints, number
 from fairlead_distributed.run.commits import CLOCK_STEPS
@@ -668,7 +668,7 @@ class Run(OpenRun):
                 where="Run.batches()",
                 fix='give one another name: run.batches(loader, name="other")',
             )
-        source.prepare(loader, self._seed, self._data)
+        source.prepare(loader, self._seed, self._data, self._registry.attributes)
         if not self._batches:
             self._opened().beat("first-batch", self.steps)
             size = loader_batch_size(loader)
@@ -780,10 +780,13 @@ class Run(OpenRun):
         if get_rank() or self.finished is not None:
             return
         seen = [one.inexact for one in self._sources.values() if one.inexact is not None]
+        unsaved = [reason for one in self._sources.values() for reason in unsaved_changes(one.loader)]
+        self._seen += [reason for reason in dict.fromkeys(unsaved) if reason not in self._seen]
         if self._exactness is None:
             start = session.path / "starts" / str(session.start)
             self._exactness = ExactnessRecord(start, session.job_digest, self.say)
-        self._exactness.update([], [*loop_reasons(self._registry), *seen, *self._seen], get_world_size())
+        reasons = [*loop_reasons(self._registry, self._seed), *seen, *self._seen]
+        self._exactness.update([], reasons, get_world_size())
 
     def _require_training(self, call: str) -> RunSession:
         session = self._opened()

@@ -18,7 +18,6 @@ from fairlead_distributed import derive_seed
 from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition, Order, ShardedOrder
 from fairlead_distributed.evaluation import evaluation_loader
-from fairlead_distributed.loader_workers import SeededInWorkers
 from fairlead_distributed.ordered_loader import (
     Replicas,
     begins_anew,
@@ -31,11 +30,12 @@ from fairlead_distributed.ordered_loader import (
     sampler_of,
     set_in_training,
     sharded_order,
+    unsaved_changes,
+    watch_loader,
 )
 from fairlead_distributed.plain_data import from_plain, is_stateful, to_plain
 from fairlead_distributed.rng import IsolatedGenerators, rng_state, set_rng_state
 from fairlead_lightning import compat
-from fairlead_lightning.resume.users import watch_loader
 
 _END: Final = object()
 
@@ -171,21 +171,7 @@ class Loaders:
     def state(self) -> dict[str, Any]:
         """Where each training loader is, for this rank; call it where a batch is done."""
         for loader in self._training:
-            dataset, order = getattr(loader, "dataset", None), order_of(loader)
-            if isinstance(dataset, SeededInWorkers) and dataset.fairlead_changed:
-                self._inexact(
-                    "what a loader's workers keep in attributes",
-                    "the dataset or collate_fn of each worker changes its own copy, which is in no checkpoint",
-                    "num_workers: 0, or a dataset and collate_fn that keep nothing between two samples",
-                    certain=False,
-                )
-            if order is not None and order.changed:
-                self._inexact(
-                    "a dataset or sampler that has changed within an epoch",
-                    "a resumed epoch begins with what it is at the stop, and so do its workers' copies",
-                    "change it in on_train_epoch_start, with workers that are not persistent",
-                    certain=False,
-                )
+            self._add(unsaved_changes(loader))
         return {"seed": self.seed, "loaders": [self._state(one) for one in self._training]}
 
     def begun(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, Final
 
 import lightning.pytorch as L
@@ -14,11 +13,10 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelSummary
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
-from fairlead_distributed.plain_data import is_engines, is_stateful, is_users_class
+from fairlead_distributed.plain_data import is_engines, is_users_class
 from fairlead_distributed.run.memory import Owner
 
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
@@ -62,13 +60,13 @@ class Users:
     def restore_before_loaders(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
         """What loaders keep, before they are made: workers begin with a copy. And what finders have found."""
         finders = self._trainer is not None and any(map(is_finder, vars(self._trainer)["callbacks"]))
-        saved: Mapping[str, Any] = state.get("attributes", {})
-        self.attributes.restore({k: v for k, v in saved.items() if (k.startswith("loader") and same_ranks) or finders})
+        saved = _fitting(state, same_ranks=same_ranks)
+        kept = {name: one for name, one in saved.items() if name.startswith("loader") or finders}
+        self.attributes.restore(kept, same_ranks=same_ranks)
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
-        """Puts it back; what loaders keep belongs to a rank of as many."""
-        saved: Mapping[str, Any] = state.get("attributes", {})
-        self.attributes.restore(saved if same_ranks else {k: v for k, v in saved.items() if not k.startswith("loader")})
+        """Puts it back."""
+        self.attributes.restore(_fitting(state, same_ranks=same_ranks), same_ranks=same_ranks)
 
     def reasons(self) -> Iterator[Inexact]:
         """What has changed and cannot be saved."""
@@ -93,6 +91,12 @@ class Users:
             for group in added[len(one.param_groups) - made :]:
                 if all(name in weights for name in group):
                     one.add_param_group({"params": [weights[name] for name in group]})
+
+
+def _fitting(state: Mapping[str, Any], *, same_ranks: bool) -> dict[str, Any]:
+    """What was saved of attributes; where a sampler is belongs to a rank of as many."""
+    saved: Mapping[str, Any] = state.get("attributes", {})
+    return {name: one for name, one in saved.items() if same_ranks or not name.endswith(" sampler")}
 
 
 def _watch(trainer: L.Trainer, attributes: Attributes) -> None:
@@ -160,23 +164,6 @@ def _of_its_base(callback: L.Callback) -> frozenset[str]:
     except Exception:  # without its arguments; what it has by then is left out, and the rest is looked at
         return frozenset(vars(made))
     return frozenset(vars(made))
-
-
-def watch_loader(attributes: Attributes, name: str, loader: object) -> None:
-    """Watches what a loader's dataset and `collate_fn` keep in this process.
-
-    Of one with a state: its generator, and a dataset that can be indexed.
-    """
-    stateful = is_stateful(loader)
-    if stateful:
-        attributes.watch(name, SimpleNamespace(generator=getattr(loader, "generator", None)))
-    if not isinstance(loader, DataLoader):
-        return
-    collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
-    if not is_stateful(loader.dataset) and not (stateful and isinstance(loader.dataset, IterableDataset)):
-        attributes.watch(f"{name} dataset", loader.dataset)
-    if not is_stateful(collate):
-        attributes.watch(f"{name} collate_fn", SimpleNamespace(collate_fn=collate))
 
 
 def is_finder(callback: L.Callback) -> bool:
