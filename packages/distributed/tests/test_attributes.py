@@ -489,16 +489,52 @@ def test_a_state_stays_what_it_is_when_it_was_put_back() -> None:
         second.hidden.zero_()  # type: ignore[union-attr]
 
 
-def test_an_attribute_that_training_makes_an_alias_is_saved_like_the_other() -> None:
-    class Best:
-        def __init__(self) -> None:
-            self.best: list[int] | None = None
-            self.now = [0]
+class Agent:
+    """What its attributes share is made by the constructor, or by the training."""
 
-    first, second, kept, again = Best(), Best(), Attributes(), Attributes()
+    def __init__(self) -> None:
+        self.best = self.now = [0]
+        self.copied: list[int] | None = None
+        self.history: list[list[int]] = []
+        self.weight = torch.zeros(3)
+        self.view = self.weight[1:]
+        self.steps: Any = {"a": deque([1])}
+        self.low = self.high = [0]
+        self.first = [1]
+        self.table = {"first": self.first}
+        self.lookup = {"k": [3]}
+        self.picked: list[int] | None = None
+
+    def train(self) -> None:
+        """Unties what was one, and ties what was not; some of it with equal contents."""
+        self.low = [0]
+        self.first = [2]
+        self.picked = self.lookup["k"]
+        self.best = [*self.now, 7]
+        self.copied = self.now
+        self.history += [self.now, self.best]
+        self.weight += 1
+        self.steps["b"] = self.steps["a"]
+
+    def go_on(self) -> Any:
+        """What becomes of it depends on what is one object."""
+        self.now.append(5)
+        self.best.append(6)
+        self.view.add_(2)
+        self.steps["b"].append(2)
+        self.low.append(8)
+        self.lookup["k"].append(9)
+        return {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in vars(self).items()}
+
+
+def test_attributes_that_share_an_object_share_it_after_a_resume() -> None:
+    first, second, kept, again = Agent(), Agent(), Attributes(), Attributes()
+    now = second.now
     kept.watch("model", first)
     again.watch("model", second)
-    first.now.append(1)
-    first.best = first.now
+    kept.begun()
+    first.train()
     again.restore(written(kept.state()))
-    assert (second.best, second.now) == ([0, 1], [0, 1])
+    assert second.now is now
+    assert second.go_on() == first.go_on()
+    assert (kept.unsaved, again.unsaved) == ({}, {})

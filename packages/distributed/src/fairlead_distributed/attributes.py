@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
@@ -22,9 +23,13 @@ from fairlead_distributed.plain_data import (
     ATOMS,
     GENERATORS,
     OF_A_MODULE,
+    Places,
+    Seen,
     from_plain,
+    held,
     holds_generator,
     is_engines,
+    is_mutable,
     is_stateful,
     is_users_class,
     put_back,
@@ -51,7 +56,8 @@ class _Watched:
     always: bool
     owners: dict[str, object] = field(default_factory=dict)  # what kind of object each was at the beginning
     marks: dict[Path, object] = field(default_factory=dict)
-    marked: list[object] = field(default_factory=list)  # the objects: an id may be reused
+    marked: dict[Path, object] = field(default_factory=dict)
+    held: dict[Path, tuple[object, set[int]]] = field(default_factory=dict)
     changed: set[Path] = field(default_factory=set)  # at some time: it may have returned to its first value
 
 
@@ -79,6 +85,7 @@ class Attributes:
         self._known: dict[int, object] = {}  # these, and what is watched under a name of its own
         self._apart: Mapping[int, object] = self._excluded  # what a fingerprint does not look into
         self._begun = False
+        self._tied: set[int] = set()  # the ids of objects that several attributes hold, or held at the beginning
         self._saved: dict[str, Any] = {}
 
     def exclude(self, *objects: object) -> None:
@@ -106,7 +113,7 @@ class Attributes:
             self._note(self._watched[name])
         if name in self._saved:
             self.mark()  # others may hold the same objects, and do not change by this
-            self._restore(name, self._saved.pop(name))
+            self._restore([name])
 
     def mark(self) -> None:
         """Notes that all objects are watched: none is part of another's value; and what has changed until now."""
@@ -120,12 +127,13 @@ class Attributes:
         self._apart = {**self._known, **{id(owner): owner for owner in held}}
         for one in self._watched.values():
             self._note(one)
+        self._tied = _held_twice(value for one in self._watched.values() for value in one.marked.values())
 
     def _note(self, one: _Watched) -> None:
         if not (self._begun and one.owners):
             one.owners = {path: _kind(owner) for path, owner in self._owners(one).items()}
         leaves = dict(self._leaves(one))
-        one.marks, one.marked = {path: self._mark(value) for path, value in leaves.items()}, list(leaves.values())
+        one.marks, one.marked = {path: self._mark(value) for path, value in leaves.items()}, leaves
 
     def begun(self) -> None:
         """The training begins: a resumed run makes no object that is made from now on."""
@@ -139,6 +147,9 @@ class Attributes:
     def state(self) -> dict[str, Any]:
         """What has changed since the beginning, by watched object: paths with plain data and tensors, not copied."""
         found: dict[str, Any] = {}
+        seen: Seen = {}
+        unchanged: list[tuple[str, Path, Any]] = []
+        self._tied |= _held_twice(value for one in self._watched.values() for _, value in self._leaves(one))
         for name, one in self._watched.items():
             made = set(self._made_while_training(one)) if self._begun else set()
             for owner in made:
@@ -146,17 +157,31 @@ class Attributes:
                 self.unsaved[_join(name, owner)] = f"it is {what}: make it before the training begins, as in __init__"
             saved = []
             for path, value in self._leaves(one):
-                if path[0] in made or _join(*path) in made or not self._has_changed(one, path, value):
+                if path[0] in made or _join(*path) in made:
                     continue
-                try:
-                    saved.append((path, self._serialized(one, value)))
-                except TypeError as error:
-                    self.unsaved[_join(name, *path)] = str(error)
-                except Exception as error:  # of the user's `state_dict`
-                    self.unsaved[_join(name, *path)] = f"its state_dict fails: {type(error).__name__}: {error}"
+                if not self._has_changed(one, path, value):
+                    unchanged.append((name, path, value))
+                    continue
+                with self._saving(_join(name, *path)):
+                    saved.append((path, self._serialized(one, value, seen)))
             if saved:
                 found[name] = saved
+        for name, path, value in unchanged:
+            if not (is_stateful(value) or seen.keys().isdisjoint(self._held(self._watched[name], path, value))):
+                # Another attribute holds it now as well; it comes first, as it was here before.
+                with self._saving(_join(name, *path)):
+                    found.setdefault(name, []).insert(0, (path, self._serialized(self._watched[name], value, seen)))
         return found
+
+    @contextmanager
+    def _saving(self, where: str) -> Iterator[None]:
+        """Names what cannot be saved."""
+        try:
+            yield
+        except TypeError as error:
+            self.unsaved[where] = str(error)
+        except Exception as error:  # of the user's `state_dict`
+            self.unsaved[where] = f"its state_dict fails: {type(error).__name__}: {error}"
 
     def restore(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> None:
         """Restores what `state` returned; for an object that is not watched yet, when it is.
@@ -164,12 +189,8 @@ class Attributes:
         Where another number of ranks has saved it, random generators stay as they are: all ranks would draw alike.
         """
         for name, saved in state.items():
-            if not same_ranks:
-                saved = list(self._without_generators(name, saved))
-            if name in self._watched:
-                self._restore(name, saved)
-            else:
-                self._saved[name] = saved
+            self._saved[name] = saved if same_ranks else list(self._without_generators(name, saved))
+        self._restore(name for name in state if name in self._watched)
 
     def _without_generators(self, name: str, saved: Iterable[_Saved]) -> Iterator[_Saved]:
         for path, (kind, plain) in saved:
@@ -188,7 +209,7 @@ class Attributes:
             fix = "resume with as many ranks" if why is _OF_OTHER_RANKS else save
             yield Inexact(path, why=why, fix=fix, certain=False)
 
-    def _serialized(self, one: _Watched, value: Any) -> tuple[str, Any]:
+    def _serialized(self, one: _Watched, value: Any, seen: Seen) -> tuple[str, Any]:
         """As plain data, with whether that is the value or its state.
 
         Raises:
@@ -197,30 +218,64 @@ class Attributes:
         if isinstance(one.value, type):
             raise TypeError("its class holds it for all of its objects: keep it in an attribute of self")
         stateful = is_stateful(value)
-        plain = to_plain(value.state_dict() if stateful else value, "its state" if stateful else "it")
+        plain = to_plain(value.state_dict() if stateful else value, "its state" if stateful else "it", seen=seen)
         size = _size(plain)
         if size > MOST_BYTES:
             raise TypeError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} are saved")
         return "state" if stateful else "value", plain
 
-    def _restore(self, name: str, saved: Iterable[_Saved]) -> None:
-        one = self._watched[name]
-        owners = self._owners(one)
-        for (path, attribute), (kind, plain) in saved:
-            one.changed.add((path, attribute))
-            try:
-                owner = owners[path]
+    def _restore(self, names: Iterable[str]) -> None:
+        """Together, as they may share objects."""
+        copied: dict[int, Any] = {}
+        made: Seen = {}
+        saved = {name: self._saved.pop(name) for name in list(names)}
+        for name, attributes in saved.items():
+            self._watched[name].changed.update(path for path, _ in attributes)
+        places = Places(self._unchanged())
+        found: list[tuple[str, Any, str, str, Any]] = []
+        for name, attributes in saved.items():
+            owners = self._owners(self._watched[name])
+            for (path, attribute), (kind, plain) in attributes:
+                where = _join(name, path, attribute)
+                if path not in owners:
+                    self.unsaved[where] = "cannot be restored: its owner no longer exists"
+                    continue
+                with self._restoring(where):
+                    value = from_plain(copy.deepcopy(plain, copied), made)  # what holds it now may change it
+                    if kind == "value":
+                        places.choose(_attributes(owners[path]).get(attribute), value)
+                    found.append((where, owners[path], attribute, kind, value))
+        for where, owner, attribute, kind, value in found:
+            with self._restoring(where):
                 now: Any = _attributes(owner).get(attribute)
-                value = from_plain(copy.deepcopy(plain))  # what holds it now may change it
                 if kind == "state":
                     now.load_state_dict(value)
-                elif (value := put_back(now, value)) is not now or value is None:
-                    setattr(owner, attribute, value)
-            except KeyError:
-                self.unsaved[_join(name, path, attribute)] = "cannot be restored: its owner no longer exists"
-            except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
-                why = f"cannot be restored: {type(error).__name__}: {error}"
-                self.unsaved[_join(name, path, attribute)] = why
+                elif (there := put_back(now, value, places)) is not now or there is None:
+                    setattr(owner, attribute, there)
+
+    def _unchanged(self) -> Iterator[int]:
+        """The ids of what keeps its contents: no other attribute's come into it."""
+        for one in self._watched.values():
+            for path, value in self._leaves(one):
+                if path not in one.changed:
+                    yield from self._held(one, path, value)
+
+    @staticmethod
+    def _held(one: _Watched, path: Path, value: Any) -> set[int]:
+        """The ids of all that an attribute's value holds; it may be a list of a million, and stays what it is."""
+        before, ids = one.held.get(path, (None, None))
+        if ids is None or before is not value:
+            ids = {id(part) for part in held(value)}
+            one.held[path] = value, ids
+        return ids
+
+    @contextmanager
+    def _restoring(self, where: str) -> Iterator[None]:
+        """Names what cannot be restored."""
+        try:
+            yield
+        except Exception as error:  # the user's code: a run that cannot have it back resumes, and says so
+            self.unsaved[where] = f"cannot be restored: {type(error).__name__}: {error}"
 
     def _owners(self, one: _Watched) -> dict[str, Any]:
         """By path: the object, with its parts if it is a module, and the objects that their attributes hold."""
@@ -275,8 +330,10 @@ class Attributes:
                 yield path
 
     def _has_changed(self, one: _Watched, path: Path, value: Any) -> bool:
-        """Whether it is another value now, or was so before."""
-        if one.always or path not in one.marks or self._mark(value) != one.marks[path]:
+        """Whether it is another value now, or was so before; or an equal one that is shared with others, or was."""
+        before = one.marked.get(path)
+        moved = value is not before and not {id(before), id(value)}.isdisjoint(self._tied)
+        if one.always or moved or path not in one.marks or self._mark(value) != one.marks[path]:
             one.changed.add(path)
         return path in one.changed
 
@@ -337,6 +394,12 @@ def _kind(owner: object) -> object:
     # A lazy layer becomes another with its first batch, also in a resumed run; a pruned parameter has another name.
     names = frozenset(name.removesuffix("_orig") for name in owner._parameters)
     return getattr(owner, "cls_to_become", None) or type(owner), names
+
+
+def _held_twice(values: Iterable[Any]) -> set[int]:
+    """The ids of the objects among them that can take other contents, and are there more than once."""
+    count = Counter(id(value) for value in values if is_mutable(value))
+    return {key for key, times in count.items() if times > 1}
 
 
 def _size(value: Any) -> int:

@@ -12,7 +12,7 @@ import operator
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
@@ -24,16 +24,19 @@ from torch import Tensor, nn
 ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _LOADED_AS_THEY_ARE: Final = (*ATOMS, torch.Size, torch.dtype, torch.device)
+Seen = dict[int, tuple[Any, Any]]
+"""By the id of an object: it, so that no other has its id, and what was made of it."""
 _KIND: Final = "fairlead:kind"
 _ARRAY: Final = "fairlead:array"
 
 
-def to_plain(value: Any, where: str = "state", *, devices: bool = True) -> Any:
+def to_plain(value: Any, where: str = "state", *, devices: bool = True, seen: Seen | None = None) -> Any:
     """The value as numbers, texts, tensors, lists, tuples and dicts, for `from_plain`.
 
     Taken are lists, tuples, sets, mappings, deques, named tuples, dataclasses, members of an `Enum`, paths, dates,
     decimals, fractions, arrays and random generators of these. Tensors remember what kind of device they were on,
-    unless `devices` is False.
+    unless `devices` is False. An object that is held twice is one in the result, and in a file of it, as well; `seen`
+    has the objects of other values that may hold it.
 
     Raises:
         TypeError: It holds anything else, at the path that the message names.
@@ -41,6 +44,13 @@ def to_plain(value: Any, where: str = "state", *, devices: bool = True) -> Any:
     kind = type(value)
     if kind in _LOADED_AS_THEY_ARE:
         return value
+    seen = seen if seen is not None else {}
+    if id(value) not in seen:
+        seen[id(value)] = value, _to_plain(value, kind, where, devices, seen)
+    return seen[id(value)][1]
+
+
+def _to_plain(value: Any, kind: type, where: str, devices: bool, seen: Seen) -> Any:
     if isinstance(value, Tensor):
         if value.grad_fn is not None:
             raise TypeError(f"{where} is a tensor with the graph that computed it: detach it")
@@ -50,39 +60,54 @@ def to_plain(value: Any, where: str = "state", *, devices: bool = True) -> Any:
         # torch has no arithmetic on some unsigned types, but bytes are bytes.
         data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
         return {_ARRAY: str(value.dtype), "shape": list(value.shape), "data": data}
+
+    def plain(part: Any, at: str = "") -> Any:
+        return to_plain(part, where + at, devices=devices, seen=seen)
+
     try:
         if kind in (list, tuple):
-            parts = [to_plain(one, f"{where}[{n}]", devices=devices) for n, one in enumerate(value)]
+            parts = [plain(one, f"[{n}]") for n, one in enumerate(value)]
             return tuple(parts) if kind is tuple else parts
         if kind is dict and all(type(key) in ATOMS for key in value):
-            return {key: to_plain(item, f"{where}[{key!r}]", devices=devices) for key, item in value.items()}
+            return {key: plain(item, f"[{key!r}]") for key, item in value.items()}
         for name, (base, take, _) in _KINDS.items():
             if kind is base or (base in _WITH_SUBCLASSES and isinstance(value, base)):
-                return {_KIND: name, "state": to_plain(take(value), where, devices=devices)}
+                return {_KIND: name, "state": plain(take(value))}
         if isinstance(value, dict) and not getattr(value, "__dict__", {}):
-            return {_KIND: "items", "state": to_plain(_pairs(value), where, devices=devices)}
+            return {_KIND: "items", "state": plain(_pairs(value))}
         if (record := record_of(value)) is not None:
-            state = {name: to_plain(one, f"{where}.{name}", devices=devices) for name, one in record.items()}
+            state = {name: plain(one, f".{name}") for name, one in record.items()}
             return {_KIND: "record", "state": [kind.__module__, kind.__qualname__, state]}
     except RecursionError:
         raise TypeError(f"{where.partition('[')[0]} holds itself") from None
     raise TypeError(f"{where} is a {kind.__name__}, which is no plain data")
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: Any, seen: Seen | None = None) -> Any:
     """What `to_plain` was given; nothing is imported for it, and no code of the user's runs.
+
+    `seen`: what was made already, of values that may share objects with this one.
 
     Raises:
         TypeError: This process has no class of that name.
     """
-    if isinstance(value, dict):
-        if _ARRAY in value:
-            data = value["data"].cpu().numpy().tobytes() if value["data"] is not None else b""
-            return np.frombuffer(data, dtype=value[_ARRAY]).reshape(value["shape"]).copy()
-        if _KIND in value:
-            return _KINDS[value[_KIND]][2](from_plain(value["state"]))
-        return {key: from_plain(item) for key, item in value.items()}
-    return type(value)(map(from_plain, value)) if type(value) in (list, tuple) else value
+    if type(value) not in (dict, list, tuple):
+        return value
+    seen = seen if seen is not None else {}
+    if id(value) not in seen:
+        seen[id(value)] = value, _from_plain(value, seen)
+    return seen[id(value)][1]
+
+
+def _from_plain(value: Any, seen: Seen) -> Any:
+    if not isinstance(value, dict):
+        return type(value)(from_plain(item, seen) for item in value)
+    if _ARRAY in value:
+        data = value["data"].cpu().numpy().tobytes() if value["data"] is not None else b""
+        return np.frombuffer(data, dtype=value[_ARRAY]).reshape(value["shape"]).copy()
+    if _KIND in value:
+        return _KINDS[value[_KIND]][2](from_plain(value["state"], seen))
+    return {key: from_plain(item, seen) for key, item in value.items()}
 
 
 def holds_generator(plain: Any) -> bool:
@@ -92,45 +117,129 @@ def holds_generator(plain: Any) -> bool:
     return isinstance(plain, (list, tuple)) and any(map(holds_generator, plain))
 
 
+class Places:
+    """The objects that restored values go into: what two attributes share, they share still.
+
+    Those that are there are used, as others may hold them; each for one value, and each value goes into one.
+
+    Args:
+        taken: The ids of objects that no value goes into.
+    """
+
+    def __init__(self, taken: Iterable[int] = ()) -> None:
+        self._of: dict[int, tuple[Any, Any]] = {}  # by a value: it, and its object
+        self._taken = set(taken)
+        self._filled: dict[int, Any] = {}
+
+    def choose(self, now: Any, value: Any) -> Any:
+        """The object for a value: `now` if it is of its kind, and free; else itself."""
+        if id(value) not in self._of:
+            free = id(now) not in self._taken and _fits(now, value)
+            self._of[id(value)] = value, now if free else value
+            self._taken.add(id(self._of[id(value)][1]))
+        return self._of[id(value)][1]
+
+    def is_filled(self, value: Any) -> bool:
+        """Whether `put_back` has been there before."""
+        before = id(value) in self._filled
+        self._filled[id(value)] = value
+        return before
+
+
 @torch.no_grad()
-def put_back(now: Any, value: Any) -> Any:
-    """The value, in the object that holds it now where that is of its kind: others may hold the same object.
+def put_back(now: Any, value: Any, places: Places | None = None) -> Any:
+    """The value, in the object that holds it now if that is of its kind: others may hold the same object.
 
     Raises:
         TypeError: It is of a mapping that cannot be made anew, and that is not there.
     """
-    if isinstance(value, _Items) and not isinstance(now, dict):
-        raise TypeError("the mapping that held it no longer exists")
-    if isinstance(value, GENERATORS) and isinstance(now, type(value)):
-        return _with_state(now, _state_of(value))
-    if type(now) is not type(value) and not isinstance(value, _Items):
+    places = places if places is not None else Places()
+    if type(value) in _LOADED_AS_THEY_ARE:
         return value
     if isinstance(value, tuple):
-        found = tuple(map(put_back, now, value))
-        return now if len(now) == len(value) and all(map(operator.is_, found, now)) else value
-    if isinstance(value, list):
-        now[:] = [put_back(old, item) for old, item in itertools.zip_longest(now[: len(value)], value)]
-    elif isinstance(value, deque) and value.maxlen == now.maxlen:
-        there = [put_back(old, item) for old, item in itertools.zip_longest(list(now)[: len(value)], value)]
-        now.clear()
-        now.extend(there)
+        old = now if type(now) is type(value) else ()
+        found = [put_back(one, item, places) for one, item in zip(_padded(old, len(value)), value, strict=True)]
+        same = len(old) == len(found) and all(map(operator.is_, found, old))
+        return now if same else tuple.__new__(type(value), found)
+    place = places.choose(now, value)
+    if isinstance(value, _Items) and isinstance(place, _Items):
+        raise TypeError("the mapping that held it no longer exists")
+    if not places.is_filled(value):
+        _fill(place, value, places)
+    return place
+
+
+def _fits(now: Any, value: Any) -> bool:
+    """Whether an object can take the contents of a value."""
+    if isinstance(value, _Items):
+        return isinstance(now, dict)
+    if isinstance(value, GENERATORS):
+        return isinstance(now, type(value))
+    if type(now) is not type(value):
+        return False
+    if isinstance(value, (Tensor, np.ndarray)):
+        writeable = isinstance(now, Tensor) or now.flags.writeable
+        return (value.shape, value.dtype) == (now.shape, now.dtype) and bool(writeable)
+    if isinstance(value, deque):
+        return bool(value.maxlen == now.maxlen)
+    return isinstance(value, (list, dict, set)) or (dataclasses.is_dataclass(value) and not is_frozen(value))
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether an object of plain data can take other contents."""
+    return _fits(value, value)
+
+
+def held(value: Any) -> Iterator[Any]:
+    """The objects in plain data that can take other contents, itself among them."""
+    rest, done = [value], set()
+    while rest:
+        one = rest.pop()
+        if id(one) in done:
+            continue
+        if type(one) is not tuple and is_mutable(one):
+            done.add(id(one))
+            yield one
+        if isinstance(one, dict):
+            parts: Iterable[Any] = one.values()
+        else:
+            parts = one if isinstance(one, (list, tuple, deque)) else (record_of(one) or {}).values()
+        kinds = set(map(type, parts))
+        while kinds == {tuple}:  # there may be a million of them
+            parts = list(itertools.chain.from_iterable(parts))
+            kinds = set(map(type, parts))
+        if not kinds.issubset(ATOMS):
+            rest.extend(part for part in parts if type(part) not in ATOMS)
+
+
+def _fill(place: Any, value: Any, places: Places) -> None:
+    """Gives an object the contents of a value, which may be itself: what these hold may have another place."""
+    if isinstance(value, (list, deque)):
+        there = [put_back(one, item, places) for one, item in zip(_padded(place, len(value)), value, strict=True)]
+        place.clear()
+        place.extend(there)
     elif isinstance(value, dict):
-        items = {key: put_back(_there(now, key), item) for key, item in value.items()}
-        now.clear()
-        now.update(items)
-    elif isinstance(value, set):
-        now.clear()
-        now.update(value)
-    elif isinstance(value, Tensor) and (value.shape, value.dtype) == (now.shape, now.dtype):
-        now.copy_(value)
-    elif isinstance(value, np.ndarray) and (value.shape, value.dtype) == (now.shape, now.dtype) and now.flags.writeable:
-        now[...] = value
+        items = {key: put_back(_there(place, key), item, places) for key, item in value.items()}
+        place.clear()
+        place.update(items)
     elif dataclasses.is_dataclass(value) and not is_frozen(value):
         for name, one in (record_of(value) or {}).items():
-            object.__setattr__(now, name, put_back(getattr(now, name, None), one))
-    else:
-        return value
-    return now
+            object.__setattr__(place, name, put_back(getattr(place, name, None), one, places))
+    elif place is value:
+        return
+    elif isinstance(value, set):
+        place.clear()
+        place.update(value)
+    elif isinstance(value, Tensor):
+        place.copy_(value)
+    elif isinstance(value, np.ndarray):
+        place[...] = value
+    elif isinstance(value, GENERATORS):
+        _with_state(place, _state_of(value))
+
+
+def _padded(items: Iterable[Any], length: int) -> list[Any]:
+    return list(itertools.islice(itertools.chain(items, itertools.repeat(None)), length))
 
 
 def _there(now: dict[Any, Any], key: Any) -> Any:
