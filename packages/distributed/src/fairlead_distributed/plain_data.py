@@ -201,9 +201,9 @@ def held(value: Any) -> Iterator[Any]:
             done.add(id(one))
             yield one
         if isinstance(one, dict):
-            parts: Iterable[Any] = one.values()
+            parts: Iterable[Any] = dict.values(one)
         else:
-            parts = one if isinstance(one, (list, tuple, deque)) else (record_of(one) or {}).values()
+            parts = one if type(one) in (list, tuple, deque) else (record_of(one) or {}).values()
         kinds = set(map(type, parts))
         while kinds == {tuple}:  # there may be a million of them
             parts = list(itertools.chain.from_iterable(parts))
