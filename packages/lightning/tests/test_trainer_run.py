@@ -419,15 +419,17 @@ def test_the_state_of_other_callbacks_is_as_new_as_the_weights(tmp_path: Path) -
     assert kept["wait_count"] == stopping.wait_count == 2
 
 
-def test_a_schedule_of_accumulation_is_no_change_of_the_world(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reload", [0, 1])
+def test_a_schedule_of_accumulation_is_no_change_of_the_world(tmp_path: Path, reload: int) -> None:
     """What Lightning's scheduler makes of the accumulation later is not what the run was started with."""
-    for epochs in (2, 3):
-        config = make_trainer(tmp_path, max_epochs=epochs).fairlead_config
+    for epochs in (3, 4):
+        more = {"max_epochs": epochs, "reload_dataloaders_every_n_epochs": reload}
+        config = make_trainer(tmp_path, **more).fairlead_config
         model = Line()
         schedule = GradientAccumulationScheduler({1: 4})
         trainer = Trainer(config, run=RunConfig(name="run", dir=str(tmp_path)), callbacks=[schedule])
         trainer.fit(model, datamodule=Data())
-    assert trainer.global_step == 8 + 2 + 2
+    assert trainer.global_step == 8 + 2 + 2 + 2
 
 
 def test_settings_that_lightning_refuses_are_one_error(tmp_path: Path) -> None:

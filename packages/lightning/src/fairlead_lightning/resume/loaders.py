@@ -414,7 +414,8 @@ class LoaderRequests:
                 self._state = {"attributes": copy.deepcopy(attributes.state()), "rng": rng_state()}
             else:
                 self._state = dict(saved)
-                attributes.restore(saved["attributes"])
+                # Lightning's GradientAccumulationScheduler begins with the trainer's own settings; they come later.
+                attributes.restore({name: one for name, one in saved["attributes"].items() if name != "trainer"})
                 set_rng_state(saved["rng"])
         with compat.as_at(trainer, at), _data_as(trainer, self._data if before else {}):
             yield at
