@@ -162,6 +162,8 @@ def test_a_union_is_one_finding(load: Load) -> None:
     finding = only(load("model: {class: m:Net}\ntrainer:\n  devices: {a: 1}\n"))
     assert finding.where == "job.yaml:3, trainer.devices"
     assert " or " in finding.what
+    inside = only(load("model: {class: m:Net}\ntrainer:\n  devices: [0, x]\n"))  # a list is one of them
+    assert inside.where == "job.yaml:3, trainer.devices[1]"
 
 
 def test_unknown_and_missing_and_broken_plugins(load: Load) -> None:

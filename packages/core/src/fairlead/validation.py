@@ -86,7 +86,14 @@ def findings_of(
     groups: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         groups.setdefault(_real_path(detail["loc"], data, detail["type"]), []).append(detail)
+    for path in [path for path, details in groups.items() if all(map(_is_mismatch, details))]:
+        if any(len(other) > len(path) and other[: len(path)] == path for other in groups):
+            del groups[path]  # another member of the union takes such data, and says what is wrong in them
     return [_finding(path, details, data, model, plugins, locate) for path, details in groups.items()]
+
+
+def _is_mismatch(detail: ErrorDetails) -> bool:
+    return detail["type"] == "literal_error" or detail["type"].endswith("_type")
 
 
 def _real_path(loc: tuple[str | int, ...], data: Any, kind: str) -> Path:
