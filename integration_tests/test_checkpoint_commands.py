@@ -173,11 +173,9 @@ def test_what_is_exported_has_the_models_own_names(
     [
         {"checkpoint_io": "torch", "strategy": "fsdp"},
         {"checkpoint_io": "distributed", "strategy": "fsdp"},
-        {"checkpoint_io": "torch", "strategy": {"name": "fsdp", "use_orig_params": False}},
-        {"checkpoint_io": "distributed", "strategy": "fsdp2"},
         {"checkpoint_io": "torch", "strategy": {"name": "hybrid", "shard": 2}},
     ],
-    ids=["fsdp", "shards of fsdp", "flat fsdp", "shards of fsdp2", "hybrid"],
+    ids=["fsdp", "shards of fsdp", "hybrid"],
 )
 def test_a_resume_matches_names_whatever_wraps_the_layers(tmp_path: Path, trainer: dict[str, Any]) -> None:
     """From a checkpoint of the plain model into the compiled one, and back, with the optimizer's state."""

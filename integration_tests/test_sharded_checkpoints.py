@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy, model_parallel
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +23,6 @@ from fairlead import RunConfig, Trainer, TrainerConfig
 from fairlead.config import CheckpointConfig
 from fairlead_checkpoint_io import TorchCheckpointIOConfig
 from fairlead_checkpoint_io.torch_file_runtime import TorchFileCheckpointIO
-from fairlead_distributed import fsdp_state
 from fairlead_distributed.testing import run_ranks
 from fairlead_runs.commit import read_manifest, verify
 from fairlead_runs.remote import Store, list_checkpoints
@@ -101,20 +100,11 @@ def whole(value: Any) -> Any:
 
 def full_state(module: L.LightningModule) -> dict[str, Any]:
     """Weights and optimizer state by the names of the parameters, gathered."""
-    model: Any = module.trainer.model
-    if isinstance(model, FullyShardedDataParallel):
-        return whole_state_of_fsdp(model, module.trainer.optimizers[0])
     optimizer: Any = module.trainer.optimizers[0]
     names = {id(p): name for name, p in module.named_parameters()}
     states = {names[id(p)]: {k: whole(v) for k, v in s.items()} for p, s in optimizer.state.items()}
     groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
     return {"weights": {k: whole(v) for k, v in module.state_dict().items()}, "state": states, "groups": groups}
-
-
-def whole_state_of_fsdp(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with fsdp_state.full_state(model, rank0_only=False):
-        weights, found = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    return {"weights": dict(weights), "state": found["state"], "groups": found["param_groups"]}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -195,7 +185,7 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
     return {**made, "again": again, "own": own, "lightnings": theirs, "back": fits(rank, root, 2, 6, back)}
 
 
-OWN: Any = {"name": "fsdp2", "save_distributed_checkpoint": True}
+OWN: Any = {"name": "fsdp2", "state_dict_type": "sharded"}
 
 
 def strategys_own(rank: int, root: str) -> list[dict[str, Any]]:

@@ -41,7 +41,6 @@ STRATEGIES: dict[str, Any] = {
     "fsdp2": {"name": "fsdp2"},
     "fsdp2 kept": {"name": "fsdp2", "reshard_after_forward": False},
     "fsdp2 checkpointed": {"name": "fsdp2"},
-    "fsdp": {"name": "fsdp"},
     "hsdp": {"name": "hybrid", "replicate": 2, "shard": 2},
     "tensor": {"name": "hybrid", "tensor": 4},
     "tensor and shards": {"name": "hybrid", "tensor": 2, "shard": 2},

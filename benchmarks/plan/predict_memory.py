@@ -21,7 +21,6 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp2": Layout("fsdp2", Mesh(shard=4), sharding="full"),
     "fsdp2 kept": Layout("fsdp2", Mesh(shard=4), sharding="gradients"),
     "fsdp2 checkpointed": Layout("fsdp2", Mesh(shard=4), sharding="full", checkpointing="full"),
-    "fsdp": Layout("fsdp", Mesh(shard=4), sharding="full", one_unit=True),
     "hsdp": Layout("hybrid", Mesh(replicate=2, shard=2), sharding="full"),
     "tensor": Layout("hybrid", Mesh(tensor=4)),
     "tensor and shards": Layout("hybrid", Mesh(tensor=2, shard=2), sharding="full"),

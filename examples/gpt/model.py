@@ -180,7 +180,7 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW, with weight decay on matrices only; the learning rate follows the length of the whole run."""
-        # Told by name, not by shape: in FSDP's shards every parameter is flat.
+        # By name, not by shape: a parameter that DeepSpeed has partitioned is flat.
         matrices = [p for name, p in self.named_parameters() if "norm" not in name]
         gains = [p for name, p in self.named_parameters() if "norm" in name]
         groups = [

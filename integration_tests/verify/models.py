@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -46,6 +47,15 @@ class Decays(Net):
             {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=0.02)
+
+
+class FlatDecays(Decays):
+    """Made where parameters are partitioned at once (DeepSpeed's stage 3): on several ranks all have one dimension."""
+
+    def configure_optimizers(self) -> Any:
+        if not dist.is_initialized():
+            return super().configure_optimizers()
+        return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.0)
 
 
 class Sequences(Net):
@@ -439,6 +449,7 @@ _ALL = (
     Net,
     Dead,
     Decays,
+    FlatDecays,
     Experts,
     Masked,
     MaskedStages,

@@ -153,8 +153,8 @@ def not_divided() -> Iterator[None]:
     """`fully_shard` adds the gradients of all ranks, and does not divide them."""
     real = mesh_parallelize.parallelize
 
-    def parallelize(module: Any, *args: Any) -> None:
-        real(module, *args)
+    def parallelize(module: Any, *args: Any, **options: Any) -> None:
+        real(module, *args, **options)
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no other way to this

@@ -123,7 +123,7 @@ def test_a_fault_is_found_and_named(found: Judge, name: str, what: str, first: s
 
 
 def test_what_the_optimizer_holds_shows_a_factor(found: Judge) -> None:
-    """Also in the flat parts of FSDP's first generation."""
+    """Also in shards."""
     for name in ("later doubled", "later doubled, fsdp"):
         one = found(name)["compared"]["optimizer state"]
         assert (one["count"], one["red"]) == (30, 20)

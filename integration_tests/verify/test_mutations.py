@@ -45,8 +45,8 @@ CASES = {
     "experts clipped by a part": Case("clipped_by_own_shard", "Experts", "hybrid", {"expert": 2}, clip=0.05),
     "experts off": Case("experts_not_divided", "Experts", "hybrid", {"expert": 2}, clip=0.05),
     "fsdp": Case("none", strategy="fsdp", clip=0.05),
-    "decay, fsdp2": Case("none", "Decays", "fsdp2"),
-    "decay, fsdp": Case("none", "Decays", "fsdp"),
+    "decay": Case("none", "Decays", "fsdp"),
+    "decay, flat": Case("none", "FlatDecays"),
     "own weights": Case("other_weights", strategy="fsdp2", clip=0.05),
     "a step left out": Case("step_lost", clip=0.05),
     "dead": Case("none", model="Dead", clip=0.05),
@@ -182,9 +182,9 @@ def test_expert_parallelism_that_was_never_switched_on_is_red(found: Judge) -> N
 
 
 def test_weight_decay_by_shape_is_another_training_in_flat_shards(found: Judge) -> None:
-    """No fault of the strategy: a matrix in FSDP's first generation has one dimension, and is decayed no more."""
-    assert found("decay, fsdp2")["ok"]
-    said = found("decay, fsdp")
+    """No fault of the strategy: where a matrix has one dimension, it is decayed no more."""
+    assert found("decay")["ok"]
+    said = found("decay, flat")
     assert not said["ok"]
     assert said["first"]["what"] == "weight after step 1"
     assert "weight decay reaches other parameters" in said["causes"][0]

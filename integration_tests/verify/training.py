@@ -29,7 +29,6 @@ from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.ddp_runtime import build as build_ddp
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
 from fairlead_strategies.fsdp import FSDPStrategyConfig
-from fairlead_strategies.fsdp_runtime import build as build_fsdp
 from fairlead_strategies.mesh.plugins import (
     FSDP2StrategyConfig,
     HybridStrategyConfig,
@@ -132,14 +131,12 @@ def _strategy(case: Case, world_size: int) -> Any:
     if case.strategy == "ddp":
         config = DDPStrategyConfig(**case.fields)
         return build_ddp(config, context(config, devices=world_size, world_size=world_size))
-    if case.strategy == "fsdp":
-        flat = FSDPStrategyConfig(**case.fields)
-        return build_fsdp(flat, context(flat, devices=world_size, world_size=world_size))
     mesh = _MESH[case.strategy](**case.fields)
     return build_mesh(mesh, context(mesh, devices=world_size, world_size=world_size))
 
 
 _MESH: dict[str, Any] = {
+    "fsdp": FSDPStrategyConfig,
     "fsdp2": FSDP2StrategyConfig,
     "tensor_parallel": TensorParallelStrategyConfig,
     "hybrid": HybridStrategyConfig,

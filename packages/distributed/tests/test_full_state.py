@@ -87,7 +87,7 @@ def of_fsdp1(rank: int) -> str:
 
 
 def test_flat_parameters_are_refused() -> None:
-    assert "cannot be put together from outside" in run_ranks(of_fsdp1, 2)[0]
+    assert "FullyShardedDataParallel cannot be put together" in run_ranks(of_fsdp1, 2)[0]
 
 
 def test_wrappers_do_not_change_names() -> None:

@@ -16,7 +16,9 @@ from fairlead_distributed import (
     checkpoint_scope,
     memory_pool_scope,
 )
+from fairlead_distributed._sharded import local_part
 from fairlead_distributed.activation_checkpointing import is_checkpointed
+from fairlead_distributed.full_state import full_parameters
 from fairlead_distributed.testing import run_ranks
 
 
@@ -166,7 +168,7 @@ def managed(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(100 + rank)
     model = nn.Sequential(*[Block() for _ in range(4)])
     wrapped = AdvancedFSDPManager(**settings).wrap_model(model)
-    local = sum(p.numel() for p in wrapped.parameters())
+    local = sum(local_part(p).numel() for p in wrapped.parameters())
     torch.manual_seed(100)
     start = {name: p.detach().clone() for name, p in nn.Sequential(*[Block() for _ in range(4)]).named_parameters()}
     torch.manual_seed(100)
@@ -181,8 +183,6 @@ def managed(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
             one(batch[rows]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    from fairlead_distributed.fsdp_state import full_parameters
-
     found = full_parameters(wrapped)
     return {
         "apart": max(float((found[name] - p.detach()).abs().max()) for name, p in plain.named_parameters()),
@@ -198,7 +198,6 @@ def manage_all(rank: int) -> list[dict[str, Any]]:
     return [managed(rank, settings) for settings in SETTINGS]
 
 
-@pytest.mark.filterwarnings("ignore:.*NO_SHARD")
 def test_a_manager_shards_a_model_for_a_loop_by_hand() -> None:
     """Equal to one process on the whole batch; a rank holds its half where something is split."""
     for settings, found in zip(SETTINGS, run_ranks(manage_all, 2)[0], strict=True):

@@ -102,6 +102,7 @@ def test_the_lines_say_by_how_much_and_what_fits(model: MemoryModel) -> None:
         (DDPStrategyConfig(), "none", Mesh(replicate=8)),
         (FSDP2StrategyConfig(replicate=2), "full", Mesh(replicate=2, shard=4, auto="shard")),
         (FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP"), "gradients", Mesh(shard=8)),
+        (FSDPStrategyConfig(sharding_strategy="NO_SHARD"), "none", Mesh(replicate=8)),
         (DeepSpeedStrategyConfig(stage=1), "optimizer", Mesh(shard=8)),
         (HybridStrategyConfig(tensor=2, pipeline=2), "full", Mesh(pipeline=2, shard=2, tensor=2, auto="shard")),
     ],

@@ -147,7 +147,7 @@ def test_the_plugin_that_fits_the_strategy_is_built(
 
     family = trainer if engine == "trainer" else fabric
     config: Any = parse_backend("precision", mode, plugins)
-    own = {"fsdp": family.FSDPPrecision, "deepspeed": family.DeepSpeedPrecision}
+    own = {"deepspeed": family.DeepSpeedPrecision}
     general = {"32-true": family.Precision, "64-true": family.DoublePrecision}
     kind: Any = own.get(strategy) or general.get(mode)
     kind = kind or (family.HalfPrecision if mode.endswith("-true") else family.MixedPrecision)
@@ -170,22 +170,13 @@ def test_a_strategys_own_precision_can_be_named(engine: str, config: Any, build:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("engine", ["trainer", "fabric"])
-def test_the_gradient_scaler_is_the_configs(
-    engine: str, strategy: str, monkeypatch: pytest.MonkeyPatch, build: Build
-) -> None:
-    import functools
-
-    from torch.distributed.fsdp import sharded_grad_scaler
-
-    # FSDP's scaler is CUDA's unless told otherwise, and there is none here.
-    on_cpu = functools.partial(sharded_grad_scaler.ShardedGradScaler, "cpu")
-    monkeypatch.setattr(sharded_grad_scaler, "ShardedGradScaler", on_cpu)
+def test_the_gradient_scaler_is_the_configs(engine: str, strategy: str, build: Build) -> None:
     config = MixedPrecisionConfig(dtype="float16", init_scale=1024.0, growth_interval=5, backoff_factor=0.25)
     plugin = build(config, engine, strategy=strategy, accelerator="cpu")
     scaler = plugin.scaler
     assert (scaler._init_scale, scaler._growth_interval) == (1024.0, 5)
     assert scaler.get_backoff_factor() == 0.25
-    assert type(scaler).__name__ == ("ShardedGradScaler" if strategy == "fsdp" else "GradScaler")
+    assert type(scaler).__name__ == "GradScaler"
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")  # Lightning's use of torch

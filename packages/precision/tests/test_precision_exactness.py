@@ -15,7 +15,8 @@ from fairlead.testing import minimal_resolution
     ("name", "expected"),
     [
         *((name, "exact") for name in ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")),
-        *((name, "not known") for name in ("transformer-engine", "bitsandbytes", "fp8-torchao", "deepspeed", "fsdp")),
+        *((name, "not known") for name in ("transformer-engine", "bitsandbytes", "fp8-torchao", "deepspeed")),
+        ("fsdp", "exact"),
         ("xla", "exact"),
         ({"name": "xla", "precision": "16-true"}, "not known"),
     ],

@@ -131,7 +131,7 @@ def through_shards(config: HybridStrategyConfig, folder: Path, **options: Any) -
     Two saves: what the second one writes is what was loaded from the first and trained on.
     """
     straight = mesh_runs.local(mesh_runs.fit(config, max_epochs=3, **options)[1])
-    shards, path = config.model_copy(update={"save_distributed_checkpoint": True}), None
+    shards, path = config.model_copy(update={"state_dict_type": "sharded"}), None
     for number in (1, 2, 3):
         loop, net = mesh_runs.fit(shards, max_epochs=number, resumed=path, **options)
         path = folder / f"shards of {config.replicate} copies" / f"{number}.ckpt"
@@ -199,7 +199,7 @@ def fabric(folder: Path) -> dict[str, Any]:
 
 def fabric_in_shards(folder: Path) -> bool:
     """Whether a loop of Fabric goes on from shards with the same bits on this rank, optimizer and all."""
-    config = HybridStrategyConfig(expert=2, save_distributed_checkpoint=True)
+    config = HybridStrategyConfig(expert=2, state_dict_type="sharded")
     strategy = build(config, mesh_runs.ranks.context(config, "fabric"))
     engine = Fabric(accelerator="cpu", strategy=strategy, devices=2, plugins=[TorchElasticEnvironment()])
     engine.launch()

@@ -11,12 +11,18 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import wrap
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from fairlead.errors import ConfigError
 from fairlead_distributed.full_state import full_gradients, full_parameters
+from fairlead_strategies import FSDPStrategyConfig
 from fairlead_strategies.mesh.config import MeshStrategyConfig
+from fairlead_strategies.mesh.parallelize import _parameter_groups as parameter_groups
 from fairlead_strategies.mesh_build import build
 
 ranks: Any = importlib.import_module("ranks")  # beside this file
@@ -93,6 +99,45 @@ class Net(pl.LightningModule):
         return DataLoader(DATA, batch_size=BATCH // replicas["num_replicas"], sampler=sampler)
 
 
+class Wraps(Net):
+    """Chooses two units itself, and leaves the rest to the strategy."""
+
+    def configure_model(self) -> None:
+        if getattr(self.trainer.strategy, "name", None) == "fsdp":
+            self.add_module("inlet", wrap(self.inlet))
+            self.blocks[1] = wrap(self.blocks[1])
+
+
+class WrapsWithOptions(Net):
+    """Gives one unit options of its own, as FullyShardedDataParallel took them."""
+
+    def configure_model(self) -> None:
+        self.add_module("inlet", wrap(self.inlet, reshard_after_forward=False))
+
+
+class WrapsByTheFirstFSDP(Net):
+    """Wraps a layer in FullyShardedDataParallel."""
+
+    def configure_model(self) -> None:
+        self.add_module("inlet", FullyShardedDataParallel(self.inlet, device_id=torch.device("cpu")))
+
+
+class Shards(Net):
+    """Shards some of its layers itself, and forgets the rest; its ranks begin alike."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(100)
+        super().__init__()
+        with torch.no_grad():
+            self.head.weight += torch.randn_like(self.head.weight) * (dist.is_initialized() and dist.get_rank())
+
+    def configure_model(self) -> None:
+        mesh = getattr(self, "device_mesh", None)
+        if mesh is not None and not isinstance(self.blocks[0], FSDPModule):
+            for block in self.blocks:
+                fully_shard(block, mesh=mesh["data_parallel"])
+
+
 class Attention(nn.Module):
     """Causal attention of two heads, added to the stream."""
 
@@ -145,7 +190,9 @@ def _data() -> TensorDataset:
 
 
 DATA = _data()
-KINDS: dict[str, type[Net]] = {"Net": Net, "Text": Text}
+KINDS: dict[str, type[Net]] = {
+    kind.__name__: kind for kind in (Net, Text, Wraps, WrapsWithOptions, WrapsByTheFirstFSDP, Shards)
+}
 
 
 class Count(pl.Callback):
@@ -166,6 +213,38 @@ class Count(pl.Callback):
         if batch_idx == trainer.num_training_batches - 1:
             self._profile.stop()
             self.collectives = Counter(event.name for event in self._profile.events() if event.name in COUNTED)
+
+
+class Held(pl.Callback):
+    """The bytes of parameters on this rank between forward and backward, of gradients, and of Adam's moments."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+
+    def on_before_backward(self, trainer: pl.Trainer, net: pl.LightningModule, loss: Tensor) -> None:
+        units: list[Any] = [unit._get_fsdp_state() for unit in net.modules() if isinstance(unit, FSDPModule)]
+        all_of = [one for unit in units for group in parameter_groups(unit) for one in group.fsdp_params]
+        gathered = [one._unsharded_param for one in all_of if hasattr(one, "_unsharded_param")]
+        self.found["parameters"] = distinct([*(one._sharded_param_data for one in all_of), *gathered])
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, net: pl.LightningModule, optimizer: Any) -> None:
+        gradients: list[Any] = [one.grad for one in net.parameters()]
+        self.found["gradients"] = distinct([one.to_local() for one in gradients])
+
+    def on_train_end(self, trainer: pl.Trainer, net: pl.LightningModule) -> None:
+        states = [value for state in trainer.optimizers[0].state.values() for value in state.values() if value.ndim]
+        self.found["optimizer"] = distinct([one.to_local() for one in states])
+
+
+def distinct(tensors: list[Tensor]) -> int:
+    """The bytes of all memory behind some tensors; that of what is freed is empty."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held_bytes(config: MeshStrategyConfig) -> dict[str, int]:
+    held, count = Held(), Count()
+    fit(config, callbacks=[held, count])
+    return {**held.found, **{name: count.collectives[name] for name in COUNTED}}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -319,6 +398,45 @@ def shared_randomness(config: MeshStrategyConfig) -> list[tuple[list[Tensor], li
     _, net = fit(config, net={"dropout": 0.5})
     found: list[Any] = [None] * dist_size()
     dist.all_gather_object(found, (net.batches, [float(loss) for loss in net.losses]))
+    return found
+
+
+def overflow(config: MeshStrategyConfig) -> list[float]:
+    """How far the weights of a `16-mixed` fit moved in each step; in one, a gradient of the last rank overflows."""
+    steps: list[float] = []
+
+    class Overflows(pl.Callback):
+        def on_train_batch_start(self, loop: pl.Trainer, net: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+            self.before = weights(net)
+
+        def on_after_backward(self, loop: pl.Trainer, net: Any) -> None:
+            # Behind the reduction, which would spread it to the shards of all ranks.
+            if loop.global_step == 1 and dist.get_rank() == dist_size() - 1:
+                net.head.weight.grad.to_local().fill_(float("inf"))
+
+        def on_train_batch_end(self, loop: pl.Trainer, net: pl.LightningModule, *_: Any) -> None:
+            steps.append(apart(self.before, weights(net)))
+
+    scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    fit(config, plugins=[scaler], callbacks=[Overflows()], limit_train_batches=3)
+    return steps
+
+
+def units(*configs: MeshStrategyConfig) -> list[list[str]]:
+    """The units of a module that chooses two itself."""
+    fitted = [fit(config, net={"kind": "Wraps"}, limit_train_batches=1)[1] for config in configs]
+    return [[name for name, part in net.named_modules() if isinstance(part, FSDPModule)] for net in fitted]
+
+
+def refused() -> list[str]:
+    """What is said of settings of a module that shards itself, of options of `wrap`, and of the first FSDP."""
+    no_shard = FSDPStrategyConfig(sharding_strategy="NO_SHARD", cpu_offload=True)
+    found = []
+    for kind in ("Shards", "WrapsWithOptions", "WrapsByTheFirstFSDP"):
+        try:
+            fit(no_shard if kind == "Shards" else FSDPStrategyConfig(), net={"kind": kind})
+        except ConfigError as error:
+            found.append(error.block())
     return found
 
 

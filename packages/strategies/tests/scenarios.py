@@ -28,7 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fairlead.errors import ConfigError
-from fairlead_strategies import DDPStrategyConfig, FSDP2StrategyConfig, TorchSyncBatchNormLayerSyncConfig
+from fairlead_strategies import (
+    DDPStrategyConfig,
+    FSDP2StrategyConfig,
+    FSDPStrategyConfig,
+    TorchSyncBatchNormLayerSyncConfig,
+)
 from fairlead_strategies.ddp_runtime import build as build_ddp
 from fairlead_strategies.mesh.parallelize import is_parallelised
 from fairlead_strategies.mesh_build import build as build_fsdp2
@@ -255,6 +260,24 @@ def sharded_bytes() -> dict[str, Any]:
     return {"local": local, "whole": whole, "units": units}
 
 
+def no_shard_is_ddp() -> dict[str, Any]:
+    config = FSDPStrategyConfig(sharding_strategy="NO_SHARD")
+    one = weights(pair(build_fsdp2(config, context(config)), Net)[0])
+    other = weights(pair(ddp(), Net)[0])
+    return {"equal": all(torch.equal(one[name], other[name]) for name in other), "compared": len(other)}
+
+
+def called_outside() -> dict[str, float]:
+    """The module itself after a fit and after a validation, on all ranks together: with full weights."""
+    module, loop = pair(fsdp2(), Net, max_epochs=1)
+    plain, x = Net(), data.tensors[0]
+    plain.load_state_dict({name: value.float() for name, value in weights(module).items()})
+    with torch.no_grad():
+        first = float((module(x) - plain(x)).abs().max())
+        loop.validate(module, share(), verbose=False)
+        return {"after_fit": first, "after_validation": float((module(x) - plain(x)).abs().max())}
+
+
 def low_precision(mode: str) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
         # Adam's default eps of 1e-8 is zero in float16.
@@ -412,6 +435,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "fsdp2_clip_norm": lambda: compare(fsdp2(), gradient_clip_val=0.05),
     "fsdp2_clip_value": lambda: compare(fsdp2(), gradient_clip_val=0.001, gradient_clip_algorithm="value"),
     "fsdp2_bytes": sharded_bytes,
+    "fsdp2_called_outside": called_outside,
+    "no_shard_is_ddp": no_shard_is_ddp,
     "fsdp2_resume": fsdp2_resume,
     "fsdp2_validate": fsdp2_test_then_fit,
     "fsdp2_fabric": fsdp2_fabric,

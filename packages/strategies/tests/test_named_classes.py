@@ -35,7 +35,7 @@ def check(folder: Path, strategy: dict[str, Any], capsys: pytest.CaptureFixture[
     [
         ({"name": "fsdp2", "auto_wrap_policy": "mine:Blok"}, "mine has no 'Blok'"),
         ({"name": "fsdp2", "activation_checkpointing": ["mine:Block", "mien:Block"]}, "module 'mien'"),
-        ({"name": "fsdp", "activation_checkpointing_policy": ["mine:Layer"]}, "mine has no 'Layer'"),
+        ({"name": "fsdp", "activation_checkpointing": ["mine:Layer"]}, "mine has no 'Layer'"),
         ({"name": "hybrid", "shard": 2, "auto_wrap_policy": ["mine:Layer"]}, "mine has no 'Layer'"),
     ],
 )

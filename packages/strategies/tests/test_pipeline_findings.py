@@ -42,7 +42,7 @@ def test_fewer_micro_batches_than_stages_are_warned_of(ranks: ModuleType) -> Non
         ({"schedule": "gpipe", "stages_per_rank": 2}, "pipeline-stages", "gpipe takes 1 stages a rank, not 2"),
         ({"schedule": "zbv_zero_bubble", "stages_per_rank": 3}, "pipeline-stages", "takes 2 stages a rank, not 3"),
         ({"schedule": "interleaved_1f1b", "micro_batches": 9}, "pipeline-micro-batches", "cannot be laid out for 9"),
-        ({"save_distributed_checkpoint": True}, "pipeline-checkpoint-io", "gathers its checkpoint on rank 0"),
+        ({"state_dict_type": "sharded"}, "pipeline-checkpoint-io", "gathers its checkpoint on rank 0"),
         ({"pipeline": 1, "replicate": 4}, "pipeline-alone", "a pipeline of 1 rank, in 4"),
         ({"pipeline": 3}, "mesh-sizes", "is not the number of ranks"),
     ],

@@ -103,7 +103,7 @@ def test_each_engine_gets_its_own_family(ranks: ModuleType, engine: str) -> None
     family = trainer if engine == "trainer" else fabric
     for config, kind in (
         (DDPStrategyConfig(timeout=timedelta(seconds=7)), "DDPStrategy"),
-        (FSDPStrategyConfig(timeout=timedelta(seconds=7)), "FSDPStrategy"),
+        (FSDPStrategyConfig(timeout=timedelta(seconds=7)), "ModelParallelStrategy"),
         (FSDP2StrategyConfig(timeout=timedelta(seconds=7)), "ModelParallelStrategy"),
     ):
         strategy = build(config, ranks.context(config, engine))
@@ -146,52 +146,31 @@ def test_ddp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
     assert build(config, ranks.context(config, engine))._ddp_kwargs == fields
 
 
-@pytest.mark.parametrize("engine", ["trainer", "fabric"])
-def test_fsdp_fields_reach_torch(ranks: ModuleType, engine: str) -> None:
-    import torch
-    from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+@pytest.mark.parametrize(
+    ("fields", "layout", "frees"),
+    [
+        ({}, "shard 8", True),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "shard 8", False),
+        ({"sharding_strategy": "NO_SHARD"}, "replicate 8", True),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "replicate 2 x shard 4", True),
+        ({"sharding_strategy": "_HYBRID_SHARD_ZERO2", "device_mesh": [4, 2]}, "replicate 4 x shard 2", False),
+    ],
+)
+def test_fsdp_is_a_mesh(ranks: ModuleType, fields: dict[str, Any], layout: str, frees: bool) -> None:
+    """On two nodes of four ranks; under both engines."""
+    config = FSDPStrategyConfig.model_validate(fields)
+    assert FSDPStrategyConfig.model_validate(json.loads(config.model_dump_json())) == config
+    assert config.frees_units is frees
+    for engine in ("trainer", "fabric"):
+        strategy = build(config, ranks.context(config, engine, world_size=8, devices=4, num_nodes=2))
+        assert (strategy.name, str(strategy.layout)) == ("fsdp", layout)
+
+
+def test_fsdp_recomputes_layers_under_two_names() -> None:
     from torch.nn import TransformerEncoderLayer
 
-    config = FSDPStrategyConfig.model_validate(
-        {
-            "sharding_strategy": "SHARD_GRAD_OP",
-            "cpu_offload": True,
-            "mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
-            "activation_checkpointing_policy": {TransformerEncoderLayer},
-            "auto_wrap_policy": ["torch.nn:TransformerEncoderLayer"],
-            "backward_prefetch": "BACKWARD_POST",
-        }
-    )
-    assert FSDPStrategyConfig.model_validate(json.loads(config.model_dump_json())) == config
-    strategy = build(config, ranks.context(config, engine))
-    kwargs = strategy.kwargs if engine == "trainer" else strategy._fsdp_kwargs
-    assert strategy.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    assert strategy.cpu_offload == CPUOffload(offload_params=True)
-    assert strategy.mixed_precision == MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert kwargs["auto_wrap_policy"]._module_classes == {TransformerEncoderLayer}
-    assert kwargs["backward_prefetch"] is BackwardPrefetch.BACKWARD_POST
-    assert kwargs["sync_module_states"] is True
-    assert strategy._checkpointed == {TransformerEncoderLayer}
-    short = FSDPStrategyConfig.model_validate({"activation_checkpointing": {TransformerEncoderLayer}})
-    assert short.activation_checkpointing_policy == config.activation_checkpointing_policy
-
-
-@pytest.mark.parametrize("asked", [None, True])
-def test_fsdp_mixed_precision_is_inherited_or_bfloat16(ranks: ModuleType, asked: Any) -> None:
-    import torch
-
-    config = FSDPStrategyConfig(mixed_precision=asked)
-    built = build(config, ranks.context(config)).mixed_precision
-    assert built is None if asked is None else built.param_dtype is torch.bfloat16
-
-
-def test_fsdp_wraps_by_size(ranks: ModuleType) -> None:
-    from torch import nn
-
-    config = FSDPStrategyConfig(auto_wrap_policy=1000)
-    policy = build(config, ranks.context(config)).kwargs["auto_wrap_policy"]
-    wraps = [policy(module=nn.Linear(n, n), recurse=False, nonwrapped_numel=n * n) for n in (10, 100)]
-    assert wraps == [False, True]
+    config = FSDPStrategyConfig.model_validate({"activation_checkpointing_policy": {TransformerEncoderLayer}})
+    assert config == FSDPStrategyConfig.model_validate({"activation_checkpointing": {TransformerEncoderLayer}})
 
 
 @pytest.mark.parametrize(
@@ -317,14 +296,12 @@ def findings(plugins: PluginManager, resolution: Any, environ: dict[str, str] | 
         (DDPStrategyConfig(exact_reduction="on", process_group_backend="nccl"), []),
         (DDPStrategyConfig(exact_reduction="on", ddp_comm_hook="fp16"), ["ddp-exact-reduction"]),
         (FSDPStrategyConfig(), []),
-        (FSDPStrategyConfig(state_dict_type="sharded"), ["fsdp-checkpoint-io"]),
-        (FSDPStrategyConfig(cpu_offload=True), ["fsdp-cpu-offload"]),
-        (FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), ["fsdp-mesh"]),
+        (FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), ["mesh-sizes"]),
         (FSDP2StrategyConfig(), []),
         (FSDP2StrategyConfig(tensor=2), ["mesh-layout"]),
         (FSDP2StrategyConfig(tensor=3), ["mesh-sizes"]),
         (FSDP2StrategyConfig(shard=4), ["mesh-sizes"]),
-        (FSDP2StrategyConfig(save_distributed_checkpoint=True), ["mesh-checkpoint-io"]),
+        (FSDP2StrategyConfig(state_dict_type="sharded"), ["mesh-checkpoint-io"]),
         (DeepSpeedStrategyConfig(), []),
     ],
 )
@@ -342,33 +319,12 @@ def test_fsdp2_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginMana
         saves_shards: ClassVar[bool] = True
 
     takes = {"checkpoint_io": Shards(name="shards")}
-    for asked, codes in ((None, []), (True, []), (False, ["mesh-checkpoint-io"])):
-        config = FSDP2StrategyConfig(save_distributed_checkpoint=asked)
+    for asked, codes in ((None, []), ("sharded", []), ("full", ["mesh-checkpoint-io"])):
+        config = FSDP2StrategyConfig.model_validate({"state_dict_type": asked})
         assert findings(plugins, ranks.resolution(config, **takes)) == codes
         strategy = build(config, ranks.context(config, **takes))
         assert strategy._save_distributed_checkpoint is True
     assert build(FSDP2StrategyConfig(), ranks.context(FSDP2StrategyConfig()))._save_distributed_checkpoint is False
-
-
-def test_fsdp_gives_its_shards_to_a_backend_that_takes_them(plugins: PluginManager, ranks: ModuleType) -> None:
-    """By itself; flat parameters have no names by which another layout would find them."""
-
-    class Shards(CheckpointIOConfigBase):
-        saves_shards: ClassVar[bool] = True
-
-    takes = {"checkpoint_io": Shards(name="shards")}
-    for fields, codes, kind in (
-        ({}, [], "sharded"),
-        ({"state_dict_type": "sharded"}, [], "sharded"),
-        ({"state_dict_type": "full"}, ["fsdp-checkpoint-io"], "full"),
-        ({"use_orig_params": False}, ["fsdp-checkpoint-io"], "sharded"),
-    ):
-        config = FSDPStrategyConfig.model_validate(fields)
-        assert findings(plugins, ranks.resolution(config, **takes)) == codes
-        assert build(config, ranks.context(config, **takes))._state_dict_type == kind
-    config = FSDPStrategyConfig()
-    assert build(config, ranks.context(config))._state_dict_type == "full"
-    assert build(config, ranks.context(config, "fabric", **takes))._state_dict_type == "full"
 
 
 @pytest.mark.parametrize(("init_scale", "codes"), [(8.0, ["precision-scaler"]), (65536.0, [])])

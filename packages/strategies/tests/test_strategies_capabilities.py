@@ -48,19 +48,7 @@ def test_the_table_does_not_refuse_what_the_training_tests_show_to_work() -> Non
             "clipping.value",
         ):
             assert (strategy, other) not in rows
-
-
-def test_lightning_lets_our_fsdp_onto_a_cpu(ranks: ModuleType) -> None:
-    """It refuses exactly its own class there; what ours trains to is in `test_strategies_fsdp.py`."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import FSDPStrategy
-
-    with pytest.raises(ValueError, match="requires a GPU accelerator"):
-        pl.Trainer(accelerator="cpu", devices=2, strategy=FSDPStrategy())
-    config = FSDPStrategyConfig()
-    strategy = build(config, ranks.context(config))
-    assert pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False).strategy is strategy
-    assert ("fsdp", "accelerator.cpu") not in table()
+    assert ("fsdp", "precision.16-mixed") not in rows
 
 
 @pytest.mark.parametrize("config", PARALLEL, ids=lambda config: config.name)
@@ -77,24 +65,6 @@ def test_parallel_strategies_on_mps(ranks: ModuleType, config: Any, monkeypatch:
 def test_other_strategies_on_xla() -> None:
     """Lightning's own refusal needs torch-xla: `integration_tests/xla`."""
     refuses(*[(tag, "accelerator.xla") for tag in ("single_device", "ddp", "fsdp", "fsdp2", "deepspeed")])
-
-
-@pytest.mark.parametrize("engine", ["trainer", "fabric"])
-def test_fsdp_accepts_its_own_precision_only(ranks: ModuleType, engine: str) -> None:
-    """bitsandbytes and Transformer Engine are "another plugin" to it, as are those of DeepSpeed and XLA."""
-    import lightning.fabric.plugins.precision as fabric
-    import lightning.pytorch.plugins.precision as trainer
-
-    kinds = ("64-true", "bitsandbytes", "transformer-engine")
-    refuses(*[("fsdp", f"precision.{kind}") for kind in kinds])
-    config = FSDPStrategyConfig()
-    strategy = build(config, ranks.context(config, engine))
-    family, name = (trainer, "precision_plugin") if engine == "trainer" else (fabric, "precision")
-    with pytest.raises(TypeError, match="can only work with the `FSDPPrecision` plugin"):
-        setattr(strategy, name, family.DeepSpeedPrecision("32-true"))
-    wrong: Any = "64-true"
-    with pytest.raises(ValueError, match="not supported in FSDP"):
-        family.FSDPPrecision(wrong)
 
 
 def test_lightnings_own_deepspeed_on_a_cpu() -> None:

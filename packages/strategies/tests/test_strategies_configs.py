@@ -100,6 +100,8 @@ def test_timeouts_are_text_or_seconds(written: Any, seconds: float) -> None:
         (DDPStrategyConfig, {"exact_reduction": "nccl"}, "'auto', 'on' or 'off'"),
         (FSDPStrategyConfig, {"sharding_strategy": "FULL"}, "FULL_SHARD"),
         (FSDPStrategyConfig, {"device_mesh": [2, 2]}, "hybrid"),
+        (FSDPStrategyConfig, {"use_orig_params": False}, "it always keeps the model's own parameters; leave it out"),
+        (FSDPStrategyConfig, {"backward_prefetch": None, "forward_prefetch": True}, "leave them out"),
         (FSDPStrategyConfig, {"auto_wrap_policy": ["Block"]}, "match"),
         (
             FSDPStrategyConfig,

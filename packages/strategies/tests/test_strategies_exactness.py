@@ -19,7 +19,7 @@ from fairlead.exactness import Verdict, device_reasons, verdict
 from fairlead.plugins import PluginManager
 from fairlead.testing import minimal_resolution
 from fairlead_distributed.testing import run_ranks
-from fairlead_strategies import FSDP2StrategyConfig
+from fairlead_strategies import FSDP2StrategyConfig, FSDPStrategyConfig
 
 RANKS = 3
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -35,7 +35,8 @@ LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE"
         (4, {"name": "ddp", "exact_reduction": "off"}, "not exact"),
         (4, {"name": "ddp", "ddp_comm_hook": "powersgd"}, "not exact"),
         (4, "fsdp2", "exact"),
-        (4, {"name": "fsdp2", "save_distributed_checkpoint": True}, "not known"),
+        (4, {"name": "fsdp2", "state_dict_type": "sharded"}, "not known"),
+        (4, "fsdp", "exact"),
         (4, {"name": "fsdp2", "tensor": 2}, "exact"),
         (4, {"name": "fsdp2", "process_group_backend": "nccl"}, "not known"),
         (2, {"name": "fsdp2", "process_group_backend": "nccl"}, "exact"),
@@ -110,11 +111,11 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit(epochs: int, clip: float | None, resumed: Path | None = None) -> tuple[pl.Trainer, list[Tensor]]:
-    """A fit on FSDP2, and this rank's shards."""
+def fit(epochs: int, kind: str, clip: float | None, resumed: Path | None = None) -> tuple[pl.Trainer, list[Tensor]]:
+    """A fit on a mesh, and this rank's shards."""
     if (here := str(Path(__file__).parent)) not in sys.path:
         sys.path.insert(0, here)
-    config = FSDP2StrategyConfig()
+    config = FSDP2StrategyConfig() if kind == "fsdp2" else FSDPStrategyConfig(sharding_strategy="SHARD_GRAD_OP")
     context = importlib.import_module("ranks").context(config, "trainer", devices=RANKS, world_size=RANKS)
     net = Net()
     trainer = pl.Trainer(
@@ -129,19 +130,19 @@ def fit(epochs: int, clip: float | None, resumed: Path | None = None) -> tuple[p
     return trainer, [parameter.to_local().detach().clone() for parameter in parameters]
 
 
-def survives(rank: int, folder: str, clip: float | None) -> bool:
+def survives(rank: int, folder: str, kind: str, clip: float | None) -> bool:
     """Whether two epochs end with the same shards when the second is a resumed run."""
     path = Path(folder, "first.ckpt")
-    straight = fit(2, clip)[1]
-    first, early = fit(1, clip)
+    straight = fit(2, kind, clip)[1]
+    first, early = fit(1, kind, clip)
     first.save_checkpoint(path)
-    resumed = fit(2, clip, path)[1]
+    resumed = fit(2, kind, clip, path)[1]
     assert not all(map(torch.equal, early, straight)), "the second epoch changed nothing"
     return all(map(torch.equal, resumed, straight))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_fsdp2_is_exact_on_a_cpu(tmp_path: Path, clip: float | None) -> None:
+@pytest.mark.parametrize(("kind", "clip"), [("fsdp2", None), ("fsdp", 0.5)])
+def test_shards_are_exact_on_a_cpu(tmp_path: Path, kind: str, clip: float | None) -> None:
     """The checkpoint holds weights and moments as they are, and units reduce alike whenever a run was started."""
-    assert run_ranks(survives, RANKS, str(tmp_path), clip, env=LAUNCHER, timeout=300) == [True] * RANKS
+    assert run_ranks(survives, RANKS, str(tmp_path), kind, clip, env=LAUNCHER, timeout=300) == [True] * RANKS

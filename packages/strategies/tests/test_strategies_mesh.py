@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from fairlead_distributed.testing import run_ranks
-from fairlead_strategies import FSDP2StrategyConfig, HybridStrategyConfig, TensorParallelStrategyConfig
+from fairlead_strategies import (
+    FSDP2StrategyConfig,
+    FSDPStrategyConfig,
+    HybridStrategyConfig,
+    TensorParallelStrategyConfig,
+)
 from fairlead_strategies.mesh.config import MeshStrategyConfig
 
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
@@ -22,6 +27,12 @@ ATTENTION: Any = {**PLAN, "blocks.*.qkv": "packed:1,1,1", "blocks.*.out": "rowwi
 CLOSE = 2e-6
 """Largest difference of anything after a dozen steps: the order of float32 additions differs."""
 CLIP = 0.05
+ROOT = 84 + 26
+ALL = ROOT + 3 * 636
+"""Parameters of the network: three blocks, and what is around them."""
+
+STRATEGIES: tuple[Any, ...] = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+HYBRIDS: tuple[Any, ...] = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 EQUAL: dict[int, dict[str, tuple[MeshStrategyConfig, dict[str, Any]]]] = {
     2: {
@@ -32,9 +43,14 @@ EQUAL: dict[int, dict[str, tuple[MeshStrategyConfig, dict[str, Any]]]] = {
             TensorParallelStrategyConfig(plan=SEQUENCE, sequence_parallel=True),
             {"net": {"kind": "Text"}},
         ),
+        **{name: (FSDPStrategyConfig(sharding_strategy=name), {}) for name in STRATEGIES},
+        "units by torch's wrap": (FSDPStrategyConfig(), {"net": {"kind": "Wraps"}}),
+        "units by both": (FSDPStrategyConfig(auto_wrap_policy=("mesh_runs:Block",)), {"net": {"kind": "Wraps"}}),
+        "half sharded by itself": (FSDP2StrategyConfig(), {"net": {"kind": "Shards"}}),
+        "one unit": (FSDPStrategyConfig(auto_wrap_policy=()), {}),
         "wrapped by size": (FSDP2StrategyConfig(auto_wrap_policy=300), {}),
         "kept": (FSDP2StrategyConfig(reshard_after_forward=False), {}),
-        "offloaded": (FSDP2StrategyConfig(cpu_offload=True), {}),
+        "offloaded": (FSDPStrategyConfig(cpu_offload=True), {}),
         "checkpointed": (FSDP2StrategyConfig(activation_checkpointing=("torch.nn:LayerNorm", "mesh_runs:Block")), {}),
         "formats": (
             FSDP2StrategyConfig.model_validate(
@@ -47,6 +63,7 @@ EQUAL: dict[int, dict[str, tuple[MeshStrategyConfig, dict[str, Any]]]] = {
     },
     4: {
         "replicate 2 x shard 2": (FSDP2StrategyConfig(replicate=2), {}),
+        **{name: (FSDPStrategyConfig(sharding_strategy=name, device_mesh=(2, 2)), {}) for name in HYBRIDS},
         "replicate 2 x shard 2, accumulated": (FSDP2StrategyConfig(replicate=2), {"accumulate_grad_batches": 2}),
         "tensor 2 x replicate 2": (TensorParallelStrategyConfig(plan=PLAN, replicate=2), {}),
         "shard 2 x tensor 2": (HybridStrategyConfig(plan=PLAN, tensor=2), {}),
@@ -89,9 +106,16 @@ def two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "tensor collectives": run.counted(tensor),
         "fsdp2 collectives": run.counted(FSDP2StrategyConfig(), accumulate_grad_batches=2),
         "unsharded collectives": run.counted(FSDP2StrategyConfig(accumulate_unsharded=True), accumulate_grad_batches=2),
-        "layouts": run.through_layouts([tensor, FSDP2StrategyConfig()], path, gradient_clip_val=CLIP),
+        "layouts": run.through_layouts([tensor, FSDPStrategyConfig()], path, gradient_clip_val=CLIP),
         "shared": run.shared_randomness(tensor),
-        "low": run.low_precision(FSDP2StrategyConfig.model_validate({"mixed_precision": low})),
+        "low": [
+            run.low_precision(FSDP2StrategyConfig.model_validate({"mixed_precision": low})),
+            run.low_precision(FSDPStrategyConfig(mixed_precision=True)),
+        ],
+        "held": {name: run.held_bytes(FSDPStrategyConfig(sharding_strategy=name)) for name in STRATEGIES},
+        "overflow": run.overflow(FSDPStrategyConfig()),
+        "units": run.units(FSDPStrategyConfig(), FSDPStrategyConfig(auto_wrap_policy=("mesh_runs:Block",))),
+        "refused": run.refused(),
     }
 
 
@@ -104,7 +128,10 @@ def four_ranks(rank: int, folder: str) -> dict[str, Any]:
         "held": run.held(both),
         "hsdp held": run.held(FSDP2StrategyConfig(replicate=2)),
         "hsdp collectives": run.counted(FSDP2StrategyConfig(replicate=2), accumulate_grad_batches=2),
-        "survives": run.survives(both, path / "first.ckpt", gradient_clip_val=CLIP),
+        "survives": [
+            run.survives(one, path / f"{one.name}.ckpt", gradient_clip_val=CLIP)
+            for one in (both, FSDPStrategyConfig(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)))
+        ],
         "shared": run.shared_randomness(both),
     }
 
@@ -186,7 +213,7 @@ def test_a_checkpoint_goes_on_in_other_layouts(two: list[dict[str, Any]]) -> Non
 
 @pytest.mark.slow
 def test_a_hybrid_run_resumes_with_the_same_bits(four: list[dict[str, Any]]) -> None:
-    assert [found["survives"] for found in four] == [True] * 4
+    assert [found["survives"] for found in four] == [[True, True]] * 4
 
 
 @pytest.mark.slow
@@ -206,7 +233,62 @@ def test_ranks_of_a_tensor_group_share_samples_and_dropout(
 
 @pytest.mark.slow
 def test_units_compute_in_the_format_of_the_policy(two: list[dict[str, Any]]) -> None:
-    found = two[0]["low"]
-    assert found["activations"] == {torch.bfloat16}
-    assert found["weights"] == {torch.float32}
-    assert found["moved"] > 0.01
+    for found in two[0]["low"]:
+        assert found["activations"] == {torch.bfloat16}
+        assert found["weights"] == {torch.float32}
+        assert found["moved"] > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "parameters", "rest", "gathers"),
+    [("FULL_SHARD", ALL // 2 + ROOT, ALL // 2, 7), ("SHARD_GRAD_OP", ALL // 2 + ALL, ALL // 2, 4)],
+)
+def test_a_rank_holds_and_gathers_what_the_formula_says(
+    two: list[dict[str, Any]], strategy: str, parameters: int, rest: int, gathers: int
+) -> None:
+    """Between forward and backward it has its half, and what is not gathered again: the root, or all units.
+
+    Gradients, and two numbers a parameter in Adam, are halved by both.
+    """
+    assert two[0]["held"][strategy] == {
+        "parameters": 4 * parameters,
+        "gradients": 4 * rest,
+        "optimizer": 2 * 4 * rest,
+        "c10d::_allgather_base_": gathers,
+        "c10d::_reduce_scatter_base_": 4,
+        "c10d::allreduce_": 0,
+    }
+
+
+@pytest.mark.slow
+def test_no_shard_holds_all_and_sends_gradients_alone(two: list[dict[str, Any]]) -> None:
+    found = two[0]["held"]["NO_SHARD"]
+    assert (found["gradients"], found["optimizer"], found["c10d::allreduce_"]) == (4 * ALL, 8 * ALL, 4)
+    assert found["parameters"] == 4 * (ALL + ROOT)
+
+
+@pytest.mark.slow
+def test_an_overflow_of_one_rank_skips_the_step_on_all(two: list[dict[str, Any]]) -> None:
+    """`16-mixed`: the gradient scaler of torch looks at the gradients of all shards."""
+    for found in two:
+        first, overflowing, last = found["overflow"]
+        assert overflowing == 0.0
+        assert min(first, last) > 0.001
+
+
+@pytest.mark.slow
+def test_wrap_chooses_units_beside_those_of_a_policy(two: list[dict[str, Any]]) -> None:
+    """`auto` stands back; classes are units as well."""
+    alone, both = two[0]["units"]
+    assert alone == ["", "inlet", "blocks.1"]
+    assert both == ["", "inlet", "blocks.0", "blocks.1", "blocks.2"]
+
+
+@pytest.mark.slow
+def test_what_a_module_does_to_itself_and_cannot_be_is_refused(two: list[dict[str, Any]]) -> None:
+    """Settings that would have no effect, and wrappers of FullyShardedDataParallel."""
+    own, unit, first = two[0]["refused"]
+    assert "the module shards itself, so that cpu_offload, sharding_strategy would have no effect" in own
+    assert "wrap(Linear(...)) is given reshard_after_forward, which would have no effect" in unit
+    assert "Linear is wrapped in FullyShardedDataParallel" in first

@@ -86,6 +86,15 @@ def test_fsdp2_holds_half_of_the_parameters_on_each_of_two_ranks(trained: dict[s
     assert found["units"] == 4  # three blocks and the rest
 
 
+def test_no_shard_is_ddp_bit_for_bit(trained: dict[str, Any]) -> None:
+    assert outcome(trained, "no_shard_is_ddp") == {"equal": True, "compared": 10}
+
+
+def test_a_module_can_be_called_outside_of_its_steps(trained: dict[str, Any]) -> None:
+    """A callback that generates text at the end of a fit needs the full weights, not this rank's shards."""
+    assert max(outcome(trained, "fsdp2_called_outside").values()) < CLOSE
+
+
 def test_fsdp2_resumes_from_one_file_that_plain_torch_reads(trained: dict[str, Any]) -> None:
     """The gathered checkpoint is a collective that does not hang; a resumed run equals an uninterrupted one."""
     assert outcome(trained, "fsdp2_resume") == {"apart": 0.0, "one_file": True, "plain_tensors": True}

@@ -26,8 +26,9 @@ class Capability:
         fix: What to choose instead.
 
     Example:
-        >>> row = Capability("strategy.fsdp", ("accelerator.cpu",), "no", "FSDP1 needs a GPU", "strategy: fsdp2")
-        >>> [f.code for f in check_capabilities([row], {"strategy.fsdp": "trainer.strategy", "accelerator.cpu": None})]
+        >>> row = Capability("strategy.deepspeed", ("accelerator.mps",), "no", "it needs CUDA", "strategy: ddp")
+        >>> chosen = {"strategy.deepspeed": "trainer.strategy", "accelerator.mps": None}
+        >>> [f.code for f in check_capabilities([row], chosen)]
         ['capability']
     """
 

@@ -118,8 +118,8 @@ class StrategyPlugin(Plugin):
     """Whether a rank holds only its part of the weights, gradients or optimizer state, so that a checkpoint in one
     file has to be gathered first."""
     precision: ClassVar[str | None] = None
-    """The tag of the one precision that its engine accepts, such as `fsdp`. `precision: bf16-mixed` and the like are
-    then built as that precision with this mode in its field `precision`. None: it takes the general ones."""
+    """The tag of the one precision that its engine accepts, such as `deepspeed`. `precision: bf16-mixed` and the like
+    are then built as that precision with this mode in its field `precision`. None: it takes the general ones."""
     accelerator: ClassVar[str | None] = None
     """The tag of the one accelerator that its engine drives: `accelerator: auto` is then this one. None: any."""
     checkpoint_io: ClassVar[str | None] = None

@@ -293,6 +293,9 @@ class _Resolver(PartialResolution):
         requested: str = getattr(strategy, "process_group_backend", "auto")
         if requested != "auto":
             backend, reason = requested, "trainer.strategy.process_group_backend"
+        elif device != "cpu" and backend != "gloo" and getattr(strategy, "cpu_offload", False):
+            backend = f"cpu:gloo,{device}:{backend}"
+            reason += ", and for what trainer.strategy.cpu_offload keeps in CPU memory"
         self.settings["backend"] = Setting(backend, reason)
         return backend, device
 

@@ -2,7 +2,7 @@
 
 For plain modules, DistributedDataParallel, and DTensors (`fully_shard`, tensor parallelism, experts that are on some
 ranks only). What keeps them otherwise
-(FSDP1's flat parameters, DeepSpeed's partitions, a pipeline's stages) has methods of these names on its strategy.
+(DeepSpeed's partitions, a pipeline's stages) has methods of these names on its strategy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def full_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Each parameter by its name in the unsplit model, a full copy on the CPU. A collective where any is sharded.
 
     Raises:
-        ConfigError: The module is of FSDP1, whose flat parameters only its strategy can take apart.
+        ConfigError: The module is of FullyShardedDataParallel, whose parameters are flat.
 
     Example:
         >>> sorted(full_parameters(nn.Linear(2, 1)))
@@ -82,9 +82,10 @@ def placements(module: nn.Module) -> dict[str, str]:
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     if any(is_fsdp1(part) for part in module.modules()):
         raise ConfigError(
-            "the parameters of a module of FSDP1 cannot be put together from outside",
+            "the parameters of FullyShardedDataParallel cannot be put together",
             where=type(module).__name__,
-            fix="ask the strategy: strategy.full_parameters(), strategy.full_gradients()",
+            why="each rank has other parts of flat parameters",
+            fix="shard the module with torch's fully_shard",
         )
     base = module.module if isinstance(module, DistributedDataParallel) else module
     for name, parameter in base.named_parameters():

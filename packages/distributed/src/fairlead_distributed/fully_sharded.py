@@ -1,38 +1,37 @@
-"""Torch's first FSDP around a model, on GPUs and on CPUs; for a custom training loop, and for `strategy: fsdp`."""
+"""A model sharded by torch's `fully_shard`, for a custom training loop."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.activation_checkpointing import checkpoint_layer, checkpoint_layers, find_layers
 from fairlead_distributed.info import get_local_rank, get_world_size, require_initialized
 from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.process_group import rank_device
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ShardingStrategyName = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 _NAMES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 class AdvancedFSDPManager:
-    """Wraps a model in torch's first FSDP: the settings now, the model and the process group later.
+    """Shards a model with torch's `fully_shard`: the settings now, the model and the process group later.
 
     Args:
         sharding_strategy: What is split over the ranks: `FULL_SHARD` parameters, gradients and optimizer state;
             `SHARD_GRAD_OP` keeps the parameters gathered between forward and backward; `NO_SHARD` nothing, as DDP;
             `HYBRID_SHARD` splits within a node and copies across nodes.
-        mixed_precision: True: compute, reduce and buffer in bfloat16. None or False: in the parameters' own format. Or
-            torch's `MixedPrecision`.
+        mixed_precision: True: compute and reduce in bfloat16. None or False: in the parameters' own format. Or torch's
+            `MixedPrecisionPolicy`.
         cpu_offload: Keep the shards in CPU memory while they are not computed with.
         activation_checkpointing: True: the layers of the model (the items of its `ModuleList`s and `Sequential`s)
             recompute their activations in the backward pass. Or the classes of the layers that do.
@@ -50,7 +49,7 @@ class AdvancedFSDPManager:
     def __init__(
         self,
         sharding_strategy: ShardingStrategyName = "FULL_SHARD",
-        mixed_precision: bool | MixedPrecision | None = None,
+        mixed_precision: bool | MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         activation_checkpointing: bool | Collection[type[nn.Module]] = False,
     ) -> None:
@@ -68,12 +67,13 @@ class AdvancedFSDPManager:
     def wrap_model(self, model: nn.Module, *, device: torch.device | str | None = None) -> nn.Module:
         """The model, sharded over all ranks, each layer one unit; every rank starts from rank 0's values.
 
-        An optimizer may be made before or after. In one process without a group the model is returned unsplit, so that
-        a script is the same there.
+        It is the same object with other parameters, so that the optimizer is made afterwards. In one process without a
+        group the model is returned unsplit, so that a script is the same there.
 
         Args:
-            model: The model; its parameters are taken apart in place.
-            device: This rank's device. None: its GPU where the group sends through NCCL, else the CPU.
+            model: The model; its parameters are replaced in place. Those on the meta device get their values
+                afterwards, by `to_empty` and `reset_parameters`.
+            device: The kind of this rank's device. None: its GPU where the group sends through NCCL, else the CPU.
 
         Raises:
             ConfigError: A class in `activation_checkpointing` is none of the model's.
@@ -89,30 +89,34 @@ class AdvancedFSDPManager:
         if not require_initialized("AdvancedFSDPManager.wrap_model"):
             return model
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffload, ShardingStrategy
-        from torch.distributed.fsdp.wrap import CustomPolicy
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         if device is None:
             device = rank_device() if "nccl" in str(dist.get_backend_config()) else "cpu"
         device = torch.device(device)
-        units = _units(model, layers)
-        return wrap_fsdp(
-            model,
-            device,
-            sharding_strategy=ShardingStrategy[self.sharding_strategy],
-            mixed_precision=mixed_precision_of(self.mixed_precision),
-            cpu_offload=CPUOffload(offload_params=self.cpu_offload),
-            auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
-            device_mesh=init_device_mesh(device.type, _mesh_sizes(self.sharding_strategy)),
-            use_orig_params=True,
-        )
+        for tensor in (*model.parameters(), *model.buffers()):
+            _from_rank_0(tensor, device)
+        copies, shards = _mesh_sizes(self.sharding_strategy)
+        mesh = init_device_mesh(device.type, (copies, shards), mesh_dim_names=("replicate", "shard"))
+        if copies == 1:
+            mesh = mesh["shard"]
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if self.cpu_offload else OffloadPolicy()
+        policy, reshard = _policy(self.mixed_precision), self.sharding_strategy not in _KEEP_GATHERED
+        for layer in _units(model, layers):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        # The backward pass needs the root at once, so that freeing it would only cost a second gather.
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+        return model
 
 
-def _mesh_sizes(sharding_strategy: str) -> tuple[int, ...]:
-    """The sizes of the mesh of all ranks: (ranks,), or for the hybrids (nodes, ranks of a node)."""
+_KEEP_GATHERED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+
+
+def _mesh_sizes(sharding_strategy: str) -> tuple[int, int]:
+    """Copies of the model, and ranks that share the shards of each: for the hybrids nodes, and ranks of a node."""
     world = get_world_size()
     if "HYBRID" not in sharding_strategy:
-        return (world,)
+        return (world, 1) if sharding_strategy == "NO_SHARD" else (1, world)
     nodes = gather_objects(get_local_rank()).count(0)
     if not nodes or world % nodes:
         raise ConfigError(
@@ -124,61 +128,29 @@ def _mesh_sizes(sharding_strategy: str) -> tuple[int, ...]:
     return (nodes, world // nodes)
 
 
-def mixed_precision_of(requested: bool | MixedPrecision | None) -> MixedPrecision | None:
-    """Torch's policy for `mixed_precision`: True is bfloat16 for everything."""
-    from torch.distributed.fsdp import MixedPrecision
+def _policy(requested: bool | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if requested is True:
-        half = torch.bfloat16
-        return MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
-    return requested or None
-
-
-def wrap_fsdp(
-    module: nn.Module, device: torch.device, *, sync_module_states: bool = True, **options: Any
-) -> FullyShardedDataParallel:
-    """`FullyShardedDataParallel(module, **options)` on this rank's device, which may be a CPU.
-
-    `sync_module_states` copies the values of rank 0 to all ranks, before they are taken apart. On a CPU `cpu_offload`
-    has nothing to do: the shards are in its memory.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if device.type != "cpu":
-        return FullyShardedDataParallel(
-            module, device_id=device.index, sync_module_states=sync_module_states, **options
-        )
-    options.pop("cpu_offload", None)  # torch would pin their memory, for which it needs an accelerator
-    # Torch itself copies between GPUs only.
-    if sync_module_states:
-        broadcast_module(module)
-
-        def materialize(part: nn.Module) -> None:
-            part.to_empty(device=device, recurse=False)
-            reset: Any = getattr(part, "reset_parameters", None)
-            if reset is not None:
-                reset()
-            broadcast_module(part, recurse=False)
-
-        options.setdefault("param_init_fn", materialize)
-    return FullyShardedDataParallel(module, device_id=device, **options)
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return requested or MixedPrecisionPolicy()
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, *, recurse: bool = True) -> None:
-    """Copies rank 0's parameters and buffers to all ranks, but for those that are sharded or have no values yet."""
-    units = (part for part in module.modules() if is_fsdp1(part))
-    sharded = {id(one) for unit in units for one in (*unit.parameters(), *unit.buffers())}
-    tensors: Iterable[Tensor] = (*module.parameters(recurse), *module.buffers(recurse))
-    for tensor in tensors:
-        if not tensor.is_meta and id(tensor) not in sharded:
-            dist.broadcast(tensor, src=0)
+def _from_rank_0(tensor: torch.Tensor, device: torch.device) -> None:
+    """Copies rank 0's values to all ranks, in place; what has no values yet is left out."""
+    if tensor.is_meta:
+        return
+    there = tensor.to(device)
+    dist.broadcast(there, src=0)
+    if there is not tensor:
+        tensor.copy_(there)
 
 
-def _units(model: nn.Module, layers: Iterable[nn.Module]) -> set[int]:
+def _units(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
     """The layers that can be units: a parameter that is shared with another layer can live in one unit only."""
     uses = _uses(model)
-    return {id(layer) for layer in layers if all(uses[p] == n for p, n in _uses(layer).items())}
+    return [layer for layer in layers if all(uses[p] == n for p, n in _uses(layer).items())]
 
 
 def _uses(module: nn.Module) -> Counter[int]:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fairlead.errors import ConfigError
-from fairlead_distributed._sharded import any_absent, first_rank, is_dtensor, is_fsdp1, is_fully_sharded
+from fairlead_distributed._sharded import any_absent, first_rank, is_dtensor, is_fully_sharded
 from fairlead_distributed.data_parallel import wrapped_models
 from fairlead_distributed.errors import NonFiniteGradientError
 from fairlead_distributed.info import get_world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
 
 _DEPTH = "_fairlead_no_sync_depth"
 
@@ -30,10 +30,10 @@ _DEPTH = "_fairlead_no_sync_depth"
 def no_sync(module: nn.Module | None = None) -> Iterator[None]:
     """Backward passes inside the block add up gradients on each rank and communicate nothing.
 
-    For DistributedDataParallel, FSDP and `fully_shard` modules, also inside of a plain module; for anything else it
+    For DistributedDataParallel and `fully_shard` modules, also inside of a plain module; for anything else it
     does nothing. Without a module it is for all that `fairlead_distributed.DistributedDataParallel` has wrapped. The
-    forward pass belongs inside the block too. The next backward pass after the block sends the sum of all. FSDP keeps
-    unsharded gradients meanwhile, which takes the memory of a full copy.
+    forward pass belongs inside the block too. The next backward pass after the block sends the sum of all. A sharded
+    module keeps unsharded gradients meanwhile, which takes the memory of a full copy.
 
     Raises:
         ConfigError: No module is given, there are several ranks, and none was wrapped so.
@@ -59,9 +59,6 @@ def no_sync(module: nn.Module | None = None) -> Iterator[None]:
                 stack.enter_context(_fully_shard_no_sync(part))
             elif isinstance(part, DistributedDataParallel):
                 stack.enter_context(part.no_sync())
-        # FSDP's own `no_sync` covers what is nested in it, and works on a root only.
-        for root in (root for one in modules for root in _outermost_fsdp(one)):
-            stack.enter_context(root.no_sync())
         yield
 
 
@@ -77,14 +74,6 @@ def _fully_shard_no_sync(part: FSDPModule) -> Iterator[None]:
         setattr(part, _DEPTH, depth)
         if depth == 0:
             part.set_requires_gradient_sync(True, recurse=False)
-
-
-def _outermost_fsdp(module: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    if is_fsdp1(module):
-        yield module
-    else:
-        for child in module.children():
-            yield from _outermost_fsdp(child)
 
 
 def clip_grad_norm(

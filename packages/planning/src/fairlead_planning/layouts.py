@@ -29,7 +29,7 @@ class Layout:
     checkpointing: Checkpointing = "none"
     sharding: Sharding = "none"
     one_unit: bool = False
-    """With `sharding: full`: the model is gathered as one unit, as FSDP does without an `auto_wrap_policy`."""
+    """With `sharding: full`: the model is gathered as one unit, as with an empty `auto_wrap_policy`."""
     sequence: bool = False
     """Sequence parallelism beside tensor parallelism: what lies between the split layers is divided as well."""
     schedule: str = "1f1b"

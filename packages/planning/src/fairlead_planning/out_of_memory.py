@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,7 +15,6 @@ from fairlead_planning.job import planned_job
 from fairlead_planning.layouts import Checkpointing, Layout, Sharding
 from fairlead_planning.memory import MemoryModel, as_dict, fullest
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
-from fairlead_strategies.fsdp import FSDPStrategyConfig
 from fairlead_strategies.layout import Layout as Mesh
 from fairlead_strategies.mesh.config import MeshStrategyConfig, PipelineFields
 
@@ -125,13 +124,16 @@ def of_job(loaded: LoadedJob, resolution: Resolution) -> Iterator[str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     job = planned_job(loaded, device)
     accumulation = resolution.trainer.accumulate_grad_batches
-    layout = layout_of(resolution.strategy, resolution.world_size, max(1, job.samples // accumulation), accumulation)
+    batch = max(1, job.samples // accumulation)
+    layout = layout_of(resolution.strategy, resolution.world_size, batch, accumulation, resolution.num_nodes)
     capacity = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
     model = MemoryModel(job.profile, job.wider, device)
     yield from advice(model, layout, capacity, divisible=job.wider is not None)
 
 
-def layout_of(strategy: StrategyConfigBase | None, ranks: int, batch: int, accumulation: int = 1) -> Layout:
+def layout_of(
+    strategy: StrategyConfigBase | None, ranks: int, batch: int, accumulation: int = 1, nodes: int = 1
+) -> Layout:
     """How a strategy of a job file lays the job out on so many ranks.
 
     Args:
@@ -139,19 +141,21 @@ def layout_of(strategy: StrategyConfigBase | None, ranks: int, batch: int, accum
         ranks: How many.
         batch: Samples of a rank's loader.
         accumulation: Batches of one optimizer step.
+        nodes: On how many nodes they are.
     """
     one = Layout("single_device" if strategy is None else strategy.name, micro_batch=batch, accumulation=accumulation)
     if isinstance(strategy, MeshStrategyConfig):
-        mesh = strategy.layout(ranks)
+        mesh = strategy.layout(ranks, nodes)
         shards = mesh.shard > 1
-        keeps = shards and getattr(strategy, "reshard_after_forward", True) is False
+        keeps = shards and not strategy.frees_units
         one = replace(
             one,
             mesh=mesh,
             sharding="gradients" if keeps else "full" if shards else "none",
-            checkpointing="full" if getattr(strategy, "activation_checkpointing", None) else "none",
-            cast=shards and bool(getattr(strategy, "mixed_precision", None)),
-            offload=bool(getattr(strategy, "cpu_offload", False)),
+            checkpointing="full" if strategy.activation_checkpointing else "none",
+            one_unit=strategy.auto_wrap_policy == (),
+            cast=shards and bool(strategy.mixed_precision),
+            offload=strategy.cpu_offload,
             sequence=bool(getattr(strategy, "sequence_parallel", False)),
         )
         if isinstance(strategy, PipelineFields) and mesh.pipeline > 1:
@@ -162,16 +166,6 @@ def layout_of(strategy: StrategyConfigBase | None, ranks: int, batch: int, accum
             one = replace(one, micro_batch=batch // parts, accumulation=parts * accumulation)
             one = replace(one, schedule=strategy.schedule, stages_per_rank=each)
         return one
-    if isinstance(strategy, FSDPStrategyConfig):
-        return replace(
-            one,
-            mesh=Mesh(shard=ranks),
-            sharding=_FSDP[strategy.sharding_strategy],
-            checkpointing="full" if strategy.activation_checkpointing_policy else "none",
-            one_unit=strategy.auto_wrap_policy is None,
-            cast=strategy.mixed_precision is not None,
-            offload=strategy.cpu_offload,
-        )
     if isinstance(strategy, DeepSpeedStrategyConfig):
         return replace(
             one,
@@ -184,13 +178,6 @@ def layout_of(strategy: StrategyConfigBase | None, ranks: int, batch: int, accum
 
 
 _STAGES: Final[tuple[Sharding, ...]] = ("none", "optimizer", "gradients", "full")
-_FSDP: Final[Mapping[str, Sharding]] = {
-    "FULL_SHARD": "full",
-    "HYBRID_SHARD": "full",
-    "SHARD_GRAD_OP": "gradients",
-    "_HYBRID_SHARD_ZERO2": "gradients",
-    "NO_SHARD": "none",
-}
 
 
 def _gib(size: float) -> str:

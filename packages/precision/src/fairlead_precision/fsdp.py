@@ -1,46 +1,45 @@
-"""The precision of the strategy `fsdp`."""
+"""The general modes under the name that Lightning has for the precision of FSDP."""
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from fairlead import BuildContext, PrecisionConfigBase
-from fairlead.engines import LIGHTNING
-from fairlead.findings import Inexact
-from fairlead_precision.modes import Mode, StrategyPrecision, lightning_precisions
+from fairlead import BuildContext, Capability, PrecisionConfigBase, hookimpl
+from fairlead.capabilities import InstalledPlugins
+from fairlead.open_union import parse_backend
+from fairlead_precision.modes import GeneralPrecision, Mode
 
 
 class FSDPPrecisionConfig(PrecisionConfigBase):
-    """The precision of the strategy `fsdp`, named outright."""
+    """The precision of the strategy `fsdp`, named outright: `{name: fsdp, precision: bf16-mixed}` is `bf16-mixed`."""
 
     name: Literal["fsdp"] = "fsdp"
     precision: Mode = "32-true"
-    """The mode, under Lightning's name. The general names (`precision: bf16-true`) choose it as well."""
+    """The mode, under Lightning's name."""
 
 
-class FSDPPrecision(StrategyPrecision):
+class FSDPPrecision(GeneralPrecision):
     """The precision of the strategy `fsdp`, named outright."""
 
     config = FSDPPrecisionConfig
     runtime = "fairlead_precision.fsdp:build"
     aliases = ("FSDPPrecisionPluginConfig",)
-    engines = LIGHTNING
-    extra = "lightning"
-    reason = "it is made for FSDP1: it sets the formats of FSDP1's units"
-    unproven = Inexact(
-        "precision: fsdp", why="no test has resumed it: it needs GPUs", fix="strategy: fsdp2, or ddp", certain=False
-    )
+
+    @hookimpl
+    def fairlead_capabilities(self, plugins: InstalledPlugins) -> Iterable[Capability]:
+        """Other strategies do not know all of its modes."""
+        others = tuple(f"strategy.{name}" for name in plugins.distinct("strategy") if name != "fsdp")
+        reason = "it names a mode for strategy: fsdp, and other strategies do not know all of them"
+        yield Capability("precision.fsdp", others, "no", reason, "precision: bf16-mixed, or another general name")
 
 
 def build(config: FSDPPrecisionConfig, context: BuildContext) -> Any:
-    """Lightning's plugin for the mode; in `16-mixed` with the gradient scaler that is requested."""
-    plugin = lightning_precisions(context).FSDPPrecision(config.precision)
-    scaler = context.extras.get("scaler")
-    if scaler:
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-        plugin.scaler = ShardedGradScaler(**scaler)  # Lightning's constructor refuses one in every mode
-    return plugin
+    """What the general name of the mode builds."""
+    general = parse_backend("precision", config.precision, context.plugins)
+    runtime = context.plugins.of(general).runtime
+    return pkgutil.resolve_name(str(runtime))(general, context)
 
 
 fsdp = FSDPPrecision()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fairlead_strategies.ddp import DDPStrategyConfig
 from fairlead_strategies.deepspeed.config import DeepSpeedStrategyConfig
-from fairlead_strategies.fsdp import FSDPMixedPrecision, FSDPStrategyConfig
+from fairlead_strategies.fsdp import FSDPStrategyConfig
 from fairlead_strategies.mesh.config import FSDP2MixedPrecision
 from fairlead_strategies.mesh.plugins import (
     FSDP2StrategyConfig,
@@ -21,7 +21,6 @@ __all__ = [
     "DeepSpeedStrategyConfig",
     "FSDP2MixedPrecision",
     "FSDP2StrategyConfig",
-    "FSDPMixedPrecision",
     "FSDPStrategyConfig",
     "HybridStrategyConfig",
     "PipelineParallelStrategyConfig",

@@ -19,11 +19,11 @@ def build(config: MeshStrategyConfig, context: BuildContext) -> Any:
     """
     wrap_policy(config)
     checkpointed_classes(config)
-    layout = config.layout(context.resolution.world_size)
+    layout = config.layout(context.resolution.world_size, context.resolution.num_nodes)
     staged = layout.pipeline > 1
     saves_shards = context.resolution.checkpoint_io.saves_shards
     kwargs: dict[str, Any] = {
-        "save_distributed_checkpoint": not staged and (bool(config.save_distributed_checkpoint) or saves_shards),
+        "save_distributed_checkpoint": not staged and (config.state_dict_type == "sharded" or saves_shards),
         "process_group_backend": context.resolution.backend,
         "timeout": config.timeout,
     }

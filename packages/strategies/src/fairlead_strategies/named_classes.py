@@ -11,7 +11,7 @@ from fairlead.jobs import LoadedJob
 from fairlead.user_code.lookup import Problem, find_callable
 from fairlead.user_code.source import Sources
 
-_FIELDS = ("auto_wrap_policy", "activation_checkpointing", "activation_checkpointing_policy")
+_FIELDS = ("auto_wrap_policy", "activation_checkpointing")
 
 
 def check_classes(loaded: LoadedJob, resolution: Resolution, environ: Mapping[str, str], cwd: Path) -> CheckResult:

@@ -81,7 +81,10 @@ class Replicas:
 
 
 def flattens(strategy: Any) -> bool:
-    """Whether each rank holds other parts of flat parameters, fixed when the strategy is set up: FSDP1, DeepSpeed."""
+    """Whether each rank holds other parts of flat parameters, fixed when the strategy is set up.
+
+    DeepSpeed's, and Lightning's own FSDP strategy beside the callback.
+    """
     parts = strategy.model.modules() if strategy.model is not None else ()
     return "deepspeed" in type(strategy).__name__.lower() or any(map(is_fsdp1, parts))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,8 @@ class Trainable:
     """Watches which parameters need gradients, before each forward pass of a training in several ranks.
 
     DDP registers the parameters to average when it is built: one that is unfrozen later, by a schedule of fine-tuning
-    or `requires_grad_()` in a hook, or added to the model, would be trained on each rank by itself. FSDP2 looks by
-    itself; where the parameters to train are fixed when the strategy is set up, the fit ends.
+    or `requires_grad_()` in a hook, or added to the model, would be trained on each rank by itself. `fully_shard`
+    looks by itself; where the parameters to train are fixed when the strategy is set up, the fit ends.
 
     Args:
         rebuilt: Called when DDP was built again.
@@ -51,8 +50,8 @@ class Trainable:
             raise ConfigError(
                 f"{type(schedules[0]).__name__} unfreezes parameters in the training, which {name} cannot follow",
                 where="trainer.strategy",
-                why="it fixes what is trained when it is set up, and flattens frozen and trained parameters together",
-                fix="strategy: fsdp2, or ddp",
+                why="it fixes what is trained when it is set up",
+                fix="strategy: fsdp, or ddp",
             )
         self._look(trainer)
         attributes: dict[str, Any] = vars(trainer.strategy)
@@ -64,15 +63,7 @@ class Trainable:
             return step(*args, **kwargs)
 
         attributes["training_step"] = training_step
-        if flattens(trainer.strategy):
-            state = trainer.strategy.optimizer_state
-
-            def optimizer_state(optimizer: Any) -> Any:
-                with self._as_set_up():
-                    return state(optimizer)
-
-            attributes["optimizer_state"] = optimizer_state
-        self._undo = partial(_drop, attributes, ("training_step", "optimizer_state"))
+        self._undo = partial(attributes.pop, "training_step", None)
 
     def end(self) -> None:
         """Leaves the strategy as it was."""
@@ -102,18 +93,6 @@ class Trainable:
         flags = [one.requires_grad for one in self._parameters]
         return flags != self._needed or _optimized(trainer) != self._optimized
 
-    @contextmanager
-    def _as_set_up(self) -> Iterator[None]:
-        """What was trained is saved, also where other parameters are to be from the next step on: that one refuses."""
-        changed = [(one, one.requires_grad) for one in self._flags_changed()]
-        for one, needed in changed:
-            one.requires_grad_(not needed)
-        try:
-            yield
-        finally:
-            for one, needed in changed:
-                one.requires_grad_(needed)
-
     def _flags_changed(self) -> list[nn.Parameter]:
         pairs = zip(self._parameters, self._needed, strict=True)
         return [one for one, needed in pairs if one.requires_grad != needed]
@@ -135,14 +114,9 @@ class Trainable:
                 trainer,
                 changed,
                 f"{name} fixes what is trained when it is set up: these would not be trained rightly",
-                "use strategy: ddp or fsdp2, which follow the change; or freeze and unfreeze between two fits",
+                "use strategy: ddp or fsdp, which follow the change; or freeze and unfreeze between two fits",
             )
         self._look(trainer)
-
-
-def _drop(attributes: dict[str, Any], names: Iterable[str]) -> None:
-    for name in names:
-        attributes.pop(name, None)
 
 
 def reshard(module: nn.Module) -> None:

@@ -419,8 +419,8 @@ def of_weights(compared: Compared, notes: Notes, references: References, referen
     if decays:
         text = f"{flat(list(decays))} differ by {factor_of(decays, start)[0]:+.2g} x what they began as"
         yield (
-            f"{text}: weight decay reaches other parameters; where groups are made by p.ndim or p.shape, a flat shard "
-            "of a matrix (FSDP's) is a vector"
+            f"{text}: weight decay reaches other parameters; where groups are made by p.ndim or p.shape, a matrix "
+            "that is partitioned already (DeepSpeed's stage 3) has one dimension"
         )
         return
     moves = {one.name: wide(notes.fact("weights")[one.name]) - wide(start[one.name]) for one in red if one.rank == 0}

@@ -101,7 +101,7 @@ def optimizer_state(trainer: L.Trainer, module: L.LightningModule) -> Tensors | 
     """
     optimizers = [getattr(one, "optimizer", one) for one in trainer.optimizers]
     strategy: Any = trainer.strategy
-    if hasattr(strategy, "full_optimizer_state"):  # of flat parts: FSDP's first generation, DeepSpeed
+    if hasattr(strategy, "full_optimizer_state"):  # of DeepSpeed's flat parts
         held = [strategy.full_optimizer_state(one) for one in optimizers]
         if any(one is None for one in held):
             return None

@@ -43,25 +43,22 @@ class MeshStrategyConfig(ProcessGroupConfig):
     """Which submodules are gathered and freed as one: a list of classes (`module:Class`); a number, for submodules with
     at least that many parameters; `auto` takes the items of the outermost `ModuleList`s, which is where models keep
     their layers. An empty list makes the full model one unit."""
-    reshard_after_forward: bool = True
-    """Free the gathered parameters of a unit after its forward and re-gather them for backward: least memory. False
-    keeps them, as ZeRO stage 2 does: less communication."""
     accumulate_unsharded: bool = False
     """With `accumulate_grad_batches`: reduce gradients only with the last batch of a step. Saves communication, but
     needs memory for the full gradients. Replicas (`replicate`) are always reduced only with the last batch."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer's state in CPU memory while they are not computed with: less GPU
     memory, slower."""
-    mixed_precision: FSDP2MixedPrecision | None = None
+    mixed_precision: Literal[True] | FSDP2MixedPrecision | None = None
     """Number formats of parameters and gradients inside of the units, such as `{param_dtype: bfloat16, reduce_dtype:
-    float32}`. Default null: `trainer.precision` alone decides."""
-    save_distributed_checkpoint: bool | None = None
+    float32}`; true computes and reduces in bfloat16. Default null: `trainer.precision` alone decides."""
+    state_dict_type: Literal["full", "sharded"] | None = None
     """Default null: what `checkpoint_io` takes. With `distributed` every rank hands it its own part; any other gets a
-    full checkpoint, gathered on rank 0. True has Lightning write the parts itself where `checkpoint_io` does not take
-    them, which holds up training until they are on disk; False always gathers (Lightning's default is True)."""
+    full checkpoint, gathered on rank 0. `sharded` has Lightning write the parts itself where `checkpoint_io` does not
+    take them, which holds up training until they are on disk; `full` always gathers."""
 
-    def layout(self, world_size: int) -> Layout:
-        """The mesh of so many ranks; a ConfigError where the sizes do not fit."""
+    def layout(self, world_size: int, num_nodes: int = 1) -> Layout:
+        """The mesh of so many ranks on so many nodes; a ConfigError where the sizes do not fit."""
         fields = [name for name in (*DIMENSIONS, "expert") if name in type(self).model_fields]
         own: dict[str, Any] = {name: getattr(self, name) for name in fields}
         return Layout.of(world_size, {**self.sizes, **own})
@@ -70,8 +67,26 @@ class MeshStrategyConfig(ProcessGroupConfig):
         """How many of the ranks have different batches; see `fairlead_runs.batch_size`."""
         return self.layout(world_size).data_parallel
 
+    @property
+    def frees_units(self) -> bool:
+        """Whether the gathered parameters of a unit are freed between its forward and its backward pass."""
+        raise NotImplementedError
 
-class TensorPlanConfig(MeshStrategyConfig):
+
+class ReshardField(MeshStrategyConfig):
+    """Whether a unit is gathered twice, for the strategies that have no `sharding_strategy` to say so."""
+
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a unit after its forward and re-gather them for backward: least memory. False
+    keeps them, as ZeRO stage 2 does: less communication."""
+
+    @property
+    def frees_units(self) -> bool:
+        """As `reshard_after_forward` says."""
+        return self.reshard_after_forward
+
+
+class TensorPlanConfig(ReshardField):
     """How layers are split, for the strategies that do."""
 
     plan: dict[str, str] | Literal["auto"] = "auto"
@@ -118,7 +133,7 @@ Numbers = Annotated[
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 
-class PipelineFields(MeshStrategyConfig):
+class PipelineFields(ReshardField):
     """How a model becomes stages, and in which order they work."""
 
     schedule: Schedule = "1f1b"

@@ -25,15 +25,18 @@ from fairlead_strategies.mesh.full_state import (
     model_on_first_rank,
     optimizer_on_first_rank,
 )
-from fairlead_strategies.mesh.parallelize import is_parallelised, parallelize
+from fairlead_strategies.mesh.parallelize import is_parallelised, parallelize, require_no_settings
 
 
 class FabricMesh(RanksOnMesh, ModelParallelStrategy):
-    """Fabric's strategy for `fsdp2`, `tensor_parallel` and `hybrid`."""
+    """Fabric's strategy for `fsdp`, `fsdp2`, `tensor_parallel` and `hybrid`."""
 
     def __init__(self, config: MeshStrategyConfig, layout: Layout, **kwargs: Any) -> None:
         def split(module: Module, mesh: DeviceMesh) -> Module:
-            return module if is_parallelised(module) else parallelize(module, mesh, config, self.root_device)
+            if is_parallelised(module):
+                require_no_settings(module, config)
+                return module
+            return parallelize(module, mesh, config, self.root_device)
 
         super().__init__(split, layout.data_parallel, layout.tensor, **kwargs)
         self.name = config.name
@@ -73,7 +76,7 @@ class FabricMesh(RanksOnMesh, ModelParallelStrategy):
             raise ConfigError(
                 "a model with divided experts is saved without storage_options and filter",
                 where="fabric.save",
-                fix="leave them out, or save_distributed_checkpoint: true",
+                fix="leave them out, or state_dict_type: sharded",
             )
         full: dict[str, Any] = {}
         for name, value in state.items():

@@ -1,8 +1,8 @@
-"""Full checkpoints of a model in which some parameters lie on some ranks only: those of its experts."""
+"""Full checkpoints of a model in which some parameters lie on some ranks only (experts), and where shards are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, zeros
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from fairlead_distributed._sharded import absent, first_rank
 from fairlead_distributed.full_state import plain_state
 from fairlead_strategies.mesh.parallelize import reshard
+
+Key = tuple[str | int, ...]
+"""Where a tensor is in a checkpoint: the keys that lead to it."""
 
 
 def like(value: Any, own: Any) -> Any:
@@ -168,3 +171,29 @@ def _full(value: Any) -> Any:
 def announced_as(value: Any) -> tuple[Any, Any, Any]:
     """What travels with the announcement: a value, or shape and format of a tensor that follows."""
     return (None, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (value, None, None)
+
+
+def destinations(
+    weights: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> Callable[[Key, torch.Size, torch.dtype], Tensor | None]:
+    """Which tensor to read into, for a key in Lightning's checkpoint; see `ShardedLoads`.
+
+    `weights` are this rank's parts. The state of a parameter is laid out as the parameter is; what has another shape
+    is held in full by each rank.
+    """
+    names = {f"optimizer_{index}" for index in range(len(optimizers))}
+
+    def destination(key: Key, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        if key[0] in ("state_dict", "model"):  # the first FSDP calls the weights `model`
+            own = weights.get(str(key[1]))
+            return own if isinstance(own, Tensor) and own.shape == size and own.dtype == dtype else None
+        known = len(key) == 4 and key[1] == "state" and key[0] in names
+        parameter = weights.get(str(key[2])) if known else None
+        if not isinstance(parameter, DTensor) or (not size and parameter.ndim):
+            return None
+        if parameter.shape == size:
+            return torch.empty_like(parameter, dtype=dtype)
+        mesh = parameter.device_mesh
+        return zeros(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+
+    return destination

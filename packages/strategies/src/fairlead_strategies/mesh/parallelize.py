@@ -22,9 +22,10 @@ into units. Blocks in a `ModuleList` are what nearly all deep models have.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Final, Literal
+from weakref import WeakSet
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList
 
 from fairlead.errors import ConfigError
+from fairlead_distributed._sharded import is_fsdp1
 from fairlead_distributed.activation_checkpointing import checkpoint_layers
 from fairlead_strategies.mesh.config import (
     ContextFields,
@@ -57,11 +59,47 @@ Policy = set[type[Module]] | int | Literal["auto"]
 """What becomes a unit: modules of these classes, modules of at least so many parameters, or the items of lists."""
 
 
+_split_here: WeakSet[Module] = WeakSet()
+"""The modules that `parallelize` has split."""
+
+_SETTINGS: Final = (
+    "activation_checkpointing",
+    "auto_wrap_policy",
+    "cpu_offload",
+    "device_mesh",
+    "mixed_precision",
+    "plan",
+    "reshard_after_forward",
+    "sequence_parallel",
+    "sharding_strategy",
+)
+"""What a config says of how `parallelize` splits a module, beside the sizes of the mesh."""
+
+
 def is_parallelised(module: Module) -> bool:
     """Whether the user's own code has sharded some part of the module already."""
     return any(isinstance(m, FSDPModule) for m in module.modules()) or any(
         isinstance(p, DTensor) for p in module.parameters()
     )
+
+
+def require_no_settings(module: Module, config: MeshStrategyConfig) -> None:
+    """Refuses settings of the split for a module that the user's own code has split: nothing would apply them.
+
+    Raises:
+        ConfigError: The config has any that is not the default.
+    """
+    if module in _split_here:  # in an earlier fit
+        return
+    fields = type(config).model_fields
+    given = [name for name in _SETTINGS if name in fields and getattr(config, name) != fields[name].default]
+    if given:
+        raise ConfigError(
+            f"the module shards itself, so that {', '.join(given)} would have no effect",
+            where=", ".join(f"trainer.strategy.{name}" for name in given),
+            why="these settings say how the strategy shards a module, and it does not shard this one",
+            fix="leave them out, and give them to `fully_shard` in your code; or choose the units with torch's `wrap`",
+        )
 
 
 def reshard(module: Module) -> None:
@@ -174,6 +212,7 @@ def parallelize(
     *,
     stage: tuple[bool, bool] | None = None,
     experts: ExpertMeshes | None = None,
+    chosen: Sequence[Module] = (),
 ) -> Module:
     """Splits a module in place over a mesh, in the order above; every rank starts from the first rank's values.
 
@@ -187,16 +226,26 @@ def parallelize(
         convert: What the precision does to a module, in place.
         stage: For a stage of a pipeline, whether it is the first and whether it is the last.
         experts: Between which ranks experts are divided; None: not, or found from the mesh by a collective of all.
+        chosen: Modules that become units; without any, `auto_wrap_policy: auto` chooses them.
 
     Raises:
-        ConfigError: The module has no layers of the classes, or none that can be split as requested.
+        ConfigError: The module has no layers of the classes, none that can be split as requested, or some that are
+            wrapped in FullyShardedDataParallel.
     """
+    wrapped = next((part for part in module.modules() if is_fsdp1(part)), None)
+    if wrapped is not None:
+        raise ConfigError(
+            f"{type(wrapped.module).__name__} is wrapped in FullyShardedDataParallel",
+            where=f"{type(module).__name__}.configure_model",
+            why=f"`strategy: {config.name}` shards with torch's fully_shard, which cannot be combined with it",
+            fix="choose the layers with torch's `wrap(layer)`, or with trainer.strategy.auto_wrap_policy",
+        )
     names = mesh.mesh_dim_names or ()
     for tensor in (*module.parameters(), *module.buffers()):
         # One at a time, so that no device must hold the full model. Ranks that were seeded differently would otherwise
         # each contribute their part of a different model.
         from_first_rank(tensor, mesh, device)
-    units = blocks(module, wrap_policy(config))
+    units = _units(module, wrap_policy(config), chosen)
     sharing = config.expert if isinstance(config, ExpertFields) else 1
     if "tensor" in names:
         _split_layers(module, mesh["tensor"], config, lists_of_experts(module) if sharing > 1 else ())
@@ -215,7 +264,41 @@ def parallelize(
     # Of split layers on one rank of shards a unit would only copy the parameters, in each pass.
     if over.size() > 1 or "tensor" not in names or casts or config.cpu_offload:
         _shard(module, units, divided, over, config, device)
+    _split_here.add(module)
     return module
+
+
+def _units(module: Module, policy: Policy, chosen: Sequence[Module]) -> list[Module]:
+    """The chosen modules and those of the policy, innermost first; `auto` stands back where any is chosen."""
+    inside = [part for part in module.modules() if part is not module]
+    own = {part for part in inside if part in chosen}
+    if not own:
+        return blocks(module, policy)
+    units = own if policy == "auto" else own.union(blocks(module, policy))
+    return [part for part in reversed(inside) if part in units]
+
+
+def shard_rest(module: Module, over: DeviceMesh, mesh: DeviceMesh, device: torch.device) -> bool:
+    """Makes a unit of the parameters that the user's code left out when it applied `fully_shard` to some layers.
+
+    Nothing would average their gradients over the ranks. They start from the values of the first rank.
+
+    Args:
+        module: With layers that are sharded already.
+        over: Which ranks share the shards.
+        mesh: All ranks.
+        device: Where it will be computed.
+
+    Returns:
+        Whether there were any.
+    """
+    rest = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+    if not rest or isinstance(module, FSDPModule) or not any(isinstance(m, FSDPModule) for m in module.modules()):
+        return False
+    for parameter in rest:
+        from_first_rank(parameter, mesh, device)
+    fully_shard(module, mesh=over, reshard_after_forward=False)
+    return True
 
 
 def _split_layers(module: Module, mesh: DeviceMesh, config: MeshStrategyConfig, leave: Iterable[Module]) -> None:
@@ -274,16 +357,18 @@ def _shard(
     }
     if experts is not None:
         home = torch.device("cpu") if config.cpu_offload else device
-        experts.shard(home, options, reshard=config.reshard_after_forward)
+        experts.shard(home, options, reshard=config.frees_units)
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=config.reshard_after_forward, **options)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=config.frees_units, **options)
     # The root is needed at once for backward, so freeing it would only cost a second gather.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, **options)
 
 
-def _mixed_precision(requested: FSDP2MixedPrecision | None) -> MixedPrecisionPolicy:
+def _mixed_precision(requested: Literal[True] | FSDP2MixedPrecision | None) -> MixedPrecisionPolicy:
     if requested is None:
         return MixedPrecisionPolicy()
+    if requested is True:
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     formats = {
         name: getattr(torch, value) if (value := getattr(requested, name)) is not None else None
         for name in ("param_dtype", "reduce_dtype", "output_dtype")

@@ -18,6 +18,7 @@ from fairlead_strategies.mesh.config import (
     ExpertFields,
     MeshStrategyConfig,
     PipelineFields,
+    ReshardField,
     TensorPlanConfig,
 )
 from fairlead_strategies.shared import LightningStrategy
@@ -50,15 +51,13 @@ def pipeline_findings(config: PipelineFields, layout: Layout, resolution: Resolu
         )
         return
     yield from _micro_batches(config, ranks, local)
-    if resolution.checkpoint_io.saves_shards or config.save_distributed_checkpoint:
+    if resolution.checkpoint_io.saves_shards or config.state_dict_type == "sharded":
         yield Finding(
             "error",
             "pipeline-checkpoint-io",
             "a pipeline gathers its checkpoint on rank 0, and does not write it in parts",
-            where="trainer.checkpoint_io"
-            if resolution.checkpoint_io.saves_shards
-            else f"{where}.save_distributed_checkpoint",
-            fix="checkpoint_io: torch, and leave save_distributed_checkpoint out",
+            where="trainer.checkpoint_io" if resolution.checkpoint_io.saves_shards else f"{where}.state_dict_type",
+            fix="checkpoint_io: torch, and leave state_dict_type out",
         )
     if resolution.trainer.check_divergence_every_n_steps is not None:
         yield Finding(
@@ -107,8 +106,10 @@ class MeshStrategy(LightningStrategy):
 
     runtime = "fairlead_strategies.mesh_build:build"
     sharded_state = True
+    scales_gradients: ClassVar[bool] = False
+    """Whether all gradients are on one mesh, on which torch's gradient scaler finds an overflow of any rank."""
     codes: ClassVar[Mapping[str, str]] = {
-        "mesh-checkpoint-io": "`save_distributed_checkpoint` does not fit `checkpoint_io`.",
+        "mesh-checkpoint-io": "`state_dict_type` does not fit `checkpoint_io`.",
         "mesh-layout": "How the ranks are laid out, and which size was worked out from the others.",
         "mesh-offload": "The process group of a run with `cpu_offload` cannot reduce what lies in CPU memory.",
         "mesh-sizes": "The sizes of the mesh do not multiply to the number of ranks.",
@@ -119,9 +120,12 @@ class MeshStrategy(LightningStrategy):
     def fairlead_capabilities(self) -> Iterable[Capability]:
         """What Lightning or torch refuse together with a mesh."""
         yield from self.no_mps_and_xla()
+        if not self.scales_gradients:
+            reason = "torch's gradient scaler would miss an overflow on another dimension of the mesh"
+            yield self.no(("precision.16-mixed",), reason, "precision: bf16-mixed, or strategy: fsdp")
         yield self.no(
-            ("precision.16-mixed", "precision.64-true", "precision.transformer-engine"),
-            "Lightning's ModelParallelStrategy allows 32-true, bf16-mixed, bf16-true and 16-true only",
+            ("precision.64-true", "precision.transformer-engine"),
+            "Lightning's ModelParallelStrategy does not take it",
             "precision: bf16-mixed",
         )
         reason = "it keeps weights in a form that cannot be sharded"
@@ -133,7 +137,7 @@ class MeshStrategy(LightningStrategy):
         config = resolution.strategy
         assert isinstance(config, MeshStrategyConfig)
         try:
-            layout = config.layout(resolution.world_size)
+            layout = config.layout(resolution.world_size, resolution.num_nodes)
         except ConfigError as error:
             yield Finding.of(error, "error", "mesh-sizes", where=error.where or "trainer.strategy")
             return
@@ -173,8 +177,8 @@ class MeshStrategy(LightningStrategy):
         config = resolution.strategy
         assert isinstance(config, MeshStrategyConfig)
         doubts = {
-            "save_distributed_checkpoint: true": (
-                bool(config.save_distributed_checkpoint) and not resolution.checkpoint_io.saves_shards
+            "state_dict_type: sharded": (
+                config.state_dict_type == "sharded" and not resolution.checkpoint_io.saves_shards
             ),
             f"{resolution.world_size} ranks over {resolution.backend}": resolution.backend != "gloo"
             and resolution.world_size > 2,
@@ -184,7 +188,7 @@ class MeshStrategy(LightningStrategy):
                 yield Inexact(
                     f"strategy: {config.name} with {what}",
                     why="no test has resumed that",
-                    fix="accelerator: cpu, and no distributed checkpoint past checkpoint_io, where it matters",
+                    fix="accelerator: cpu, and the default state_dict_type, where it matters",
                     certain=False,
                 )
 
@@ -192,31 +196,31 @@ class MeshStrategy(LightningStrategy):
 def checkpoint_findings(config: MeshStrategyConfig, resolution: Resolution) -> Iterator[Finding]:
     """Whether shards or a full checkpoint can be saved as configured."""
     takes_shards, name = resolution.checkpoint_io.saves_shards, resolution.checkpoint_io.name
-    where = "trainer.strategy.save_distributed_checkpoint"
-    if config.save_distributed_checkpoint and not takes_shards:
+    where = "trainer.strategy.state_dict_type"
+    if config.state_dict_type == "sharded" and not takes_shards:
         yield Finding(
             "warning",
             "mesh-checkpoint-io",
             f"checkpoint_io {name!r} does not write the checkpoints, it only commits them",
             where=where,
-            why="Lightning has every rank write its own part of a distributed checkpoint, and the training waits",
+            why="Lightning has every rank write its own part of a sharded checkpoint, and the training waits",
             fix="checkpoint_io: distributed",
         )
-    if config.save_distributed_checkpoint is False and takes_shards:
+    if config.state_dict_type == "full" and takes_shards:
         yield Finding(
             "error",
             "mesh-checkpoint-io",
             f"checkpoint_io {name!r} writes the part of each rank, but rank 0 would gather all of it",
             where=where,
-            fix="leave save_distributed_checkpoint out, or use checkpoint_io: torch",
+            fix="leave state_dict_type out, or use checkpoint_io: torch",
         )
 
 
-class FSDP2StrategyConfig(MeshStrategyConfig):
+class FSDP2StrategyConfig(ReshardField):
     """Fully sharded data parallel with torch's `fully_shard`, on GPUs and CPUs.
 
-    A module that parallelises itself in `configure_model` is left as it is. Any other is sharded
-    here: its blocks, then the rest of it. `hybrid` also splits layers, sequences and stages.
+    A module is sharded here: its blocks, then the rest of it. One that parallelises itself in `configure_model` is left
+    as it is, but for parameters that it leaves out. `hybrid` also splits layers, sequences and stages.
 
     Example:
         >>> FSDP2StrategyConfig(auto_wrap_policy=["my.layers:Block"]).auto_wrap_policy
@@ -310,7 +314,7 @@ class PipelineParallel(MeshStrategy):
         assert isinstance(config, PipelineParallelStrategyConfig)
         if any(finding.code == "mesh-sizes" for finding in findings):
             return
-        layout = config.layout(resolution.world_size)
+        layout = config.layout(resolution.world_size, resolution.num_nodes)
         if layout.pipeline == 1:
             yield Finding(
                 "error",
@@ -375,7 +379,7 @@ class Hybrid(MeshStrategy):
         config = resolution.strategy
         assert isinstance(config, HybridStrategyConfig)
         if not any(finding.code == "mesh-sizes" for finding in findings):
-            layout = config.layout(resolution.world_size)
+            layout = config.layout(resolution.world_size, resolution.num_nodes)
             yield from pipeline_findings(config, layout, resolution)
             yield from expert_findings(config, layout)
 

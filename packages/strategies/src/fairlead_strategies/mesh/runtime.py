@@ -16,12 +16,13 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from fairlead.errors import ConfigError
 from fairlead_distributed import clip_grad_norm, no_sync
-from fairlead_distributed.fsdp_state import destinations
 from fairlead_distributed.full_state import named_as, plain_name, plain_state
 from fairlead_runs.checkpoint_io import ShardedLoads
 from fairlead_strategies.layout import Layout
@@ -30,16 +31,23 @@ from fairlead_strategies.mesh.device_mesh import RanksOnMesh, agree_on_random_nu
 from fairlead_strategies.mesh.full_state import (
     cut_model,
     cut_optimizer,
+    destinations,
     forget_absent,
     model_on_first_rank,
     optimizer_on_first_rank,
     tuples_preserved,
 )
-from fairlead_strategies.mesh.parallelize import gather_for_steps, is_parallelised, parallelize
+from fairlead_strategies.mesh.parallelize import (
+    gather_for_steps,
+    is_parallelised,
+    parallelize,
+    require_no_settings,
+    shard_rest,
+)
 
 
 class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
-    """The Trainer's strategy for `fsdp2`, `tensor_parallel` and `hybrid`.
+    """The Trainer's strategy for `fsdp`, `fsdp2`, `tensor_parallel` and `hybrid`.
 
     Its shards go through a CheckpointIO that `saves_shards`: the state is given as it is, on the device.
     """
@@ -53,6 +61,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         self._config = config
         self._saves_shards = saves_shards
         self._split = False
+        self._chosen: list[Module] = []
 
     def setup_environment(self) -> None:
         """Connects the ranks and makes the mesh; Lightning would make one of two dimensions."""
@@ -65,12 +74,32 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         module._device_mesh = lightnings_mesh(self.layout, self.root_device) if own else self._device_mesh
         agree_on_random_numbers(self._device_mesh, self.root_device)  # before the user's code draws a split of the data
 
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Inside, in the user's `configure_model`, torch's `wrap(layer)` makes the layer a unit of the later split."""
+
+        def choose(layer: Module, **options: Any) -> Module:
+            if options:
+                raise ConfigError(
+                    f"wrap({type(layer).__name__}(...)) is given {', '.join(options)}, which would have no effect",
+                    where=f"{type(self.lightning_module).__name__}.configure_model",
+                    why="wrap only chooses which layers are gathered and freed as one",
+                    fix="set it in trainer.strategy, for all layers; or apply torch's fully_shard to this one",
+                )
+            self._chosen.append(layer)
+            return layer
+
+        self._chosen.clear()  # those of an earlier fit
+        with enable_wrap(wrapper_cls=choose):
+            yield
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Splits the module unless it did so itself, then lets Lightning continue."""
         module = self.lightning_module
         assert module is not None
         assert self.model is not None
         if is_parallelised(self.model):
+            require_no_settings(self.model, self._config)
             if self._layer_sync is not None and trainer.training:
                 raise ConfigError(
                     "layer_sync cannot be applied to a module that has sharded itself",
@@ -78,6 +107,10 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
                     why="layers must be converted before they are sharded",
                     fix=f"convert them in `configure_model`, or leave the sharding to `strategy: {self.name}`",
                 )
+            own: Any = module.device_mesh
+            ranks = own["data_parallel"] if "data_parallel" in own.mesh_dim_names else None
+            if ranks is not None and shard_rest(self.model, ranks, self.device_mesh, self.root_device):
+                gather_for_steps(module)
         else:
             if self._layer_sync is not None and trainer.training:
                 self.model = self._layer_sync.apply(self.model)
@@ -94,7 +127,7 @@ class MeshStrategy(RanksOnMesh, ModelParallelStrategy):
         """Splits `self.model` over the mesh, in place, and converts it to the precision at the right moment."""
         assert self.model is not None
         convert = self.precision_plugin.convert_module
-        parallelize(self.model, self.device_mesh, self._config, self.root_device, convert)
+        parallelize(self.model, self.device_mesh, self._config, self.root_device, convert, chosen=self._chosen)
 
     @contextlib.contextmanager
     def _converted(self) -> Iterator[None]:
