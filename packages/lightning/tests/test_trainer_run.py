@@ -423,7 +423,7 @@ def test_the_state_of_other_callbacks_is_as_new_as_the_weights(tmp_path: Path) -
 def test_a_schedule_of_accumulation_is_no_change_of_the_world(tmp_path: Path, reload: int) -> None:
     """What Lightning's scheduler makes of the accumulation later is not what the run was started with."""
     for epochs in (3, 4):
-        more = {"max_epochs": epochs, "reload_dataloaders_every_n_epochs": reload}
+        more: dict[str, Any] = {"max_epochs": epochs, "reload_dataloaders_every_n_epochs": reload}
         config = make_trainer(tmp_path, **more).fairlead_config
         model = Line()
         schedule = GradientAccumulationScheduler({1: 4})

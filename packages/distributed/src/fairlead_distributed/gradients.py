@@ -91,7 +91,8 @@ def clip_grad_norm(
     `fully_shard` or tensor parallelism, on any meshes, mixed with plain ones) count with all their shards, and each
     mesh costs one all-reduce of a number per sharded dimension. Parameters that only some ranks hold, the experts of a
     mixture, count once, which costs one more for all of them together. The norm of 16-bit gradients is summed up in 32
-    bits. Every rank of the meshes must call it. A plain gradient is taken to be the same on all ranks, as after DDP.
+    bits. Every rank of the meshes must call it. A plain gradient is taken to be the same on all ranks, as after DDP:
+    the shards of torch's older `FullyShardedDataParallel` need that module's own `clip_grad_norm_`.
 
     Args:
         parameters: Parameters, or `model.named_parameters()`, which lets an error name the parameter.
