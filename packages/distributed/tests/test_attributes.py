@@ -11,7 +11,7 @@ import io
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -492,6 +492,8 @@ def test_a_state_stays_what_it_is_when_it_was_put_back() -> None:
 class Agent:
     """What its attributes share is made by the constructor, or by the training."""
 
+    of_all: ClassVar = [[1]]
+
     def __init__(self) -> None:
         self.best = self.now = [0]
         self.copied: list[int] | None = None
@@ -512,7 +514,7 @@ class Agent:
         self.picked = self.lookup["k"]
         self.best = [*self.now, 7]
         self.copied = self.now
-        self.history += [self.now, self.best]
+        self.history += [self.now, self.best, *self.of_all]
         self.weight += 1
         self.steps["b"] = self.steps["a"]
 

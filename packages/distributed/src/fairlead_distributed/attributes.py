@@ -160,7 +160,7 @@ class Attributes:
                 if path[0] in made or _join(*path) in made:
                     continue
                 if not self._has_changed(one, path, value):
-                    unchanged.append((name, path, value))
+                    unchanged += [] if isinstance(one.value, type) else [(name, path, value)]
                     continue
                 with self._saving(_join(name, *path)):
                     saved.append((path, self._serialized(one, value, seen)))
