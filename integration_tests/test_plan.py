@@ -163,7 +163,7 @@ def measured(folder: Path, *words: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_predicted_memory_is_what_real_ranks_take(tmp_path: Path) -> None:
     strategies = ["fsdp2 checkpointed", "sequence", "pipeline"]
     found = measured(tmp_path, "--model", "example", "--strategy", *strategies)

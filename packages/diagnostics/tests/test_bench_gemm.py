@@ -29,6 +29,7 @@ COMM = [
 ]
 
 
+@pytest.mark.full
 def test_one_calibration_holds_what_two_commands_have_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
