@@ -587,6 +587,24 @@ def test_other_objects_are_refused(tmp_path: Path, change: dict[str, Any], said:
     assert Job(tmp_path).train().seen[0] == 4  # nothing is lost
 
 
+def test_a_parameter_group_that_the_loop_adds_is_said_and_an_optimizer_without_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, every=2, die_at=4)
+    with pytest.raises(InterruptedHereError), job.run as run:  # noqa: PT012
+        run.restore()
+        job.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        for x, y in run.batches(job.loader):
+            job.step(x, y)
+    assert "not exact, because of the parameter groups that the loop has added to optimizer" in capsys.readouterr().out
+    job = Job(tmp_path, every=2)
+    with pytest.raises(CheckpointError, match="optimizer has 1 parameter group, and in the checkpoint 2"):
+        job.train()
+    job = Job(tmp_path, every=2)
+    job.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert job.train().seen[0] == 5
+
+
 def test_data_of_another_length_are_refused(tmp_path: Path) -> None:
     interrupted(tmp_path, 4)
     job = Job(tmp_path)

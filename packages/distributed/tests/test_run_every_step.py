@@ -206,6 +206,43 @@ def dataset_that_remembers(root: Path, mark: Callable[[], None]) -> Any:
     return weights(net)
 
 
+def dataset_that_is_told_the_epoch(root: Path, mark: Callable[[], None]) -> Any:
+    """What the loop sets before an epoch's batches stays, beside what the dataset keeps by itself."""
+    net, dataset = model(), Remembers()
+    optimizer = torch.optim.Adam(net.parameters(), 0.02)
+    with Run(root, m=net, o=optimizer, checkpoint={"every_n_steps": 2}) as run:
+        run.restore()
+        for epoch in run.epochs(3):
+            dataset.level = epoch
+            for x, y in run.batches(DataLoader(dataset, batch_size=4, shuffle=True)):
+                mark()
+                step_of(optimizer, loss_of(net, x.float(), y))
+                run.step()
+            mark()
+    return weights(net)
+
+
+def generator_and_discriminator(root: Path, mark: Callable[[], None]) -> Any:
+    """Each second step the generator's loss leaves gradients in the discriminator, whose optimizer adds to them."""
+    generator, discriminator = model(), nn.Linear(1, 1)
+    seldom, often = torch.optim.Adam(generator.parameters(), 0.02), torch.optim.Adam(discriminator.parameters(), 0.02)
+    with Run(
+        root, g=generator, d=discriminator, a=seldom, b=often, max_steps=7, checkpoint={"every_n_steps": 1}
+    ) as run:
+        run.restore()
+        for x, y in run.batches(data()):
+            mark()
+            (discriminator(generator(x).detach()) - discriminator(y)).mean().backward()
+            often.step()
+            often.zero_grad()
+            if run.steps % 2:
+                discriminator(generator(x)).mean().backward()
+                seldom.step()
+                seldom.zero_grad()
+            run.step()
+    return weights(generator, discriminator)
+
+
 def shorter_loader_first(root: Path, mark: Callable[[], None]) -> Any:
     """The longer one stands within its epoch when that of the run ends."""
     net = model()
@@ -249,6 +286,8 @@ def state_that_the_loop_holds(root: Path, mark: Callable[[], None]) -> Any:
         accumulated_over_the_epoch,
         module_with_counters,
         dataset_that_remembers,
+        dataset_that_is_told_the_epoch,
+        generator_and_discriminator,
         shorter_loader_first,
         state_that_the_loop_holds,
     ],
@@ -332,6 +371,46 @@ def test_a_loop_with_its_own_data_saves_what_it_does_after_a_step(
         run.restore()
         assert (run.steps, run.state) == (1, {"best": 0.5})
         run.finish()
+
+
+def test_what_a_loop_counts_in_its_dataset_before_an_epoch_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the end of an epoch it counts anew: the dataset of this start has counted none."""
+    for end in (2, 3):
+        net, dataset = model(), Remembers()
+        optimizer = torch.optim.SGD(net.parameters(), 0.02)
+        with Run(tmp_path, m=net, o=optimizer, max_epochs=end) as run:
+            run.restore()
+            for _ in run.epochs():
+                dataset.level += 1
+                for x, y in run.batches(DataLoader(dataset, batch_size=4)):
+                    step_of(optimizer, loss_of(net, x.float(), y))
+                    run.step()
+    assert "not known, because of loader train dataset.level (the loop sets it before" in capsys.readouterr().out
+
+
+def test_an_optimizer_that_the_loop_makes_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of another model is not, nor one that a registered object steps."""
+
+    class Wrapper:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+            self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+
+    for other in (False, True):
+        net, copied = model(), model()
+        wrapped = Wrapper(torch.optim.SGD(net.parameters(), 0.02))
+        elsewhere = torch.optim.SGD(copied.parameters(), 0.02)
+        with Run(tmp_path / str(other), m=net, o=wrapped, max_epochs=1) as run:
+            run.restore()
+            made = torch.optim.Adam(net.parameters(), 0.02)
+            for x, y in run.batches(data()):
+                step_of(elsewhere, loss_of(copied, x, y))
+                step_of(made if other else wrapped.inner, loss_of(net, x, y))
+                run.step()
+        text = "not known, because of an optimizer that is not registered (Adam)"
+        assert (text in capsys.readouterr().out) is other
 
 
 def test_what_workers_change_in_their_dataset_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,22 @@ def beyond_their_epoch(root: Path) -> None:
                 run.step()
 
 
+def given(root: Path, one: object) -> None:
+    for run in opened(root, max_epochs=2):
+        for _ in run.batches(one):  # type: ignore[arg-type]
+            run.step()
+
+
+def half_an_epoch(root: Path) -> None:
+    for run in opened(root):
+        next(run.epochs(2.5))  # type: ignore[arg-type]
+
+
+def due_at_no_step(root: Path) -> None:
+    for run in opened(root):
+        run.due(every=0)
+
+
 def no_number(root: Path) -> None:
     for run in opened(root, config={"out": root}):
         run.log(loss=1.0, who="me")
@@ -184,6 +200,10 @@ def no_number(root: Path) -> None:
         (epochs_of_its_own, r"(?s)goes over all epochs by itself.*for epoch in run.epochs\(10\)"),
         (nothing, "the loader 'train' gave no batch"),
         (beyond_their_epoch, "'b' are taken beyond the epoch in which they began"),
+        (lambda root: given(root, map(list, loader(8))), "gave no batch in epoch 1\n.*\n.*an iterator, which gives"),
+        (lambda root: given(root, None), "None is given as the loader 'train'"),
+        (half_an_epoch, r"Run.epochs\(\) was given 2.5, which is no whole number"),
+        (due_at_no_step, r"Run.due\(\) was given 0, which is no whole number from 1"),
         (no_number, "the metric 'who' is not one number"),
     ],
 )

@@ -46,6 +46,8 @@ _DATA: Final = (Tensor, np.ndarray, np.generic, enum.Enum, *_CONTAINERS, *ATOMS,
 Path = tuple[str, str]
 """An owner, by its path in the watched object, and one of its attributes."""
 _Saved = tuple[Path, tuple[str, Any]]
+Restores = Callable[[str, Any, Any], bool]
+"""Whether a saved attribute is restored, by its name in messages, the value that it has, and the saved one."""
 
 
 @dataclass
@@ -93,7 +95,15 @@ class Attributes:
         self._excluded.update((id(one), one) for one in objects)
         self._known.update(self._excluded)
 
-    def watch(self, name: str, value: object, only: frozenset[str] | None = None, *, always: bool = False) -> None:
+    def watch(
+        self,
+        name: str,
+        value: object,
+        only: frozenset[str] | None = None,
+        *,
+        always: bool = False,
+        restores: Restores = lambda *_: True,
+    ) -> None:
         """Watches an object, or a module with its parts, and restores what `restore` was given for it.
 
         An object that already has this name stays as it is; another one replaces it.
@@ -103,6 +113,7 @@ class Attributes:
             value: The object.
             only: The names of its attributes that are saved; None: all.
             always: They are saved whether they change or not: another start makes them of what it has loaded.
+            restores: Whether one is restored now.
         """
         known = self._watched.get(name)
         # A namespace that was made to hold an object is as good as another for the same object.
@@ -113,7 +124,12 @@ class Attributes:
             self._note(self._watched[name])
         if name in self._saved:
             self.mark()  # others may hold the same objects, and do not change by this
-            self._restore([name])
+            self._restore([name], restores)
+
+    def values(self, name: str) -> dict[str, Any]:
+        """The plain data that a watched object holds now, by their names in messages."""
+        found = self._leaves(self._watched[name]) if name in self._watched else ()
+        return {_join(name, *path): value for path, value in found if isinstance(value, _DATA)}
 
     def mark(self) -> None:
         """Notes that all objects are watched: none is part of another's value; and what has changed until now."""
@@ -224,7 +240,7 @@ class Attributes:
             raise TypeError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} are saved")
         return "state" if stateful else "value", plain
 
-    def _restore(self, names: Iterable[str]) -> None:
+    def _restore(self, names: Iterable[str], restores: Restores = lambda *_: True) -> None:
         """Together, as they may share objects."""
         copied: dict[int, Any] = {}
         made: Seen = {}
@@ -242,12 +258,15 @@ class Attributes:
                     continue
                 with self._restoring(where):
                     value = from_plain(copy.deepcopy(plain, copied), made)  # what holds it now may change it
+                    now: Any = _attributes(owners[path]).get(attribute)
+                    if not restores(where, now, value):
+                        continue
                     if kind == "value":
-                        places.choose(_attributes(owners[path]).get(attribute), value)
+                        places.choose(now, value)
                     found.append((where, owners[path], attribute, kind, value))
         for where, owner, attribute, kind, value in found:
             with self._restoring(where):
-                now: Any = _attributes(owner).get(attribute)
+                now = _attributes(owner).get(attribute)
                 if kind == "state":
                     now.load_state_dict(value)
                 elif (there := put_back(now, value, places)) is not now or there is None:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from fairlead.findings import Inexact
-from fairlead_distributed.attributes import Attributes
+from fairlead_distributed.attributes import Attributes, Restores
 from fairlead_distributed.batch_order import Order, ReplayedOrder, ShardedOrder
 from fairlead_distributed.loader_workers import SeededInWorkers
 from fairlead_distributed.objects import broadcast_object
@@ -143,10 +143,10 @@ def loader_batch_size(loader: object) -> int | None:
     return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
-def watch_loader(attributes: Attributes, name: str, loader: object) -> None:
+def watch_loader(attributes: Attributes, name: str, loader: object, restores: Restores = lambda *_: True) -> None:
     """Watches what a loader's dataset and `collate_fn` keep in this process.
 
-    Of one with a state: its generator, and a dataset that can be indexed.
+    Of one with a state: its generator, and a dataset that can be indexed. `restores`: what of the dataset.
     """
     stateful = is_stateful(loader)
     if stateful:
@@ -155,7 +155,7 @@ def watch_loader(attributes: Attributes, name: str, loader: object) -> None:
         return
     collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
     if not is_stateful(loader.dataset) and not (stateful and isinstance(loader.dataset, IterableDataset)):
-        attributes.watch(f"{name} dataset", loader.dataset)
+        attributes.watch(f"{name} dataset", loader.dataset, restores=restores)
     if not is_stateful(collate):
         attributes.watch(f"{name} collate_fn", SimpleNamespace(collate_fn=collate))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,6 +16,7 @@ from fairlead_distributed._sharded import is_dtensor, is_fully_sharded
 from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.batch_order import EpochPosition, ShardedOrder
 from fairlead_distributed.info import get_rank, get_world_size
+from fairlead_distributed.object_fingerprint import fingerprint
 from fairlead_distributed.ordered_loader import (
     Replicas,
     begins_anew,
@@ -26,11 +27,12 @@ from fairlead_distributed.ordered_loader import (
     sharded_order,
     watch_loader,
 )
-from fairlead_distributed.plain_data import from_plain, is_stateful, to_plain
+from fairlead_distributed.plain_data import from_plain, held, is_stateful, to_plain
 from fairlead_distributed.rng import isolated_rng
 from fairlead_distributed.run.registry import Layout, Registry
 
 Kind = Literal["ordered", "stateful", "anew"]
+_LONG: Final = 256
 
 
 def replicas_here(layout: Layout, registry: Registry) -> Replicas | None:
@@ -60,16 +62,19 @@ class Source:
         passed: Whether the loop has come to the epoch's end in this start.
     """
 
-    def __init__(self, name: str, saved: Mapping[str, Any] | None, *, same_ranks: bool) -> None:
+    def __init__(self, name: str, saved: Mapping[str, Any] | None, attributes: Attributes, *, same_ranks: bool) -> None:
         self.name = name
         self.epoch = int(saved["epoch"]) if saved is not None else 0
         self.batches = int(saved["batches"]) if saved is not None else 0
         self.over = bool(saved["over"]) if saved is not None else False
         self.running = self.passed = False
         self.replicas: Replicas | None = None
-        self.inexact: Inexact | None = None
+        self._inexact: Inexact | None = None
         self._saved = saved
+        self._attributes = attributes
+        self._dataset = f"loader {name} dataset"
         self._same_ranks = same_ranks
+        self._between = _BetweenEpochs(saved["between"] if saved is not None else None)
         self._given: Any = None
         self._ready: Any = None
         self._kind: Kind = "anew"
@@ -79,20 +84,31 @@ class Source:
         """What the batches come from."""
         return self._ready
 
-    def prepare(self, loader: Any, seed: int, replicas: Replicas | None, attributes: Attributes) -> None:
+    def prepare(self, loader: Any, seed: int, replicas: Replicas | None, *, in_epochs: bool) -> None:
         """Makes a loader ready; the same one as before stays as it is. What its dataset keeps is watched, and restored.
+
+        Of an epoch of `run.epochs()` (`in_epochs`) that begins with it, the loop's own settings stay.
 
         A map-style dataset behind torch's own samplers is read in an order that is made of seed and epoch, divided over
         the `replicas`. A loader with a `state_dict` is trusted. Another one begins its epoch anew.
 
         Raises:
-            ConfigError: Which ranks take different batches is not known.
+            ConfigError: It cannot be iterated, or which ranks take different batches is not known.
             CheckpointError: The checkpoint is of a loader of another kind, or of other data.
         """
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise ConfigError(
+                f"{loader!r} is given as the loader {self.name!r}", where="Run.batches()", fix="give it a DataLoader"
+            )
+        begins = in_epochs and not (self.batches or self.over)
+        if loader is not self._given:
+            restores = self._between.restores if begins else lambda *_: True
+            watch_loader(self._attributes, f"loader {self.name}", loader, restores)
+        if begins:
+            self._between.begins(getattr(loader, "dataset", None), self._attributes.values(self._dataset))
         if loader is self._given:
             return
-        self._given, self.inexact = loader, None
-        watch_loader(attributes, f"loader {self.name}", loader)
+        self._given, self._inexact = loader, None
         order = None
         if type(loader) is DataLoader and is_ordered(loader):
             copied: list[Any] = [loader.dataset, loader.collate_fn] if is_ahead(loader) else []
@@ -103,7 +119,7 @@ class Source:
                 position=lambda: EpochPosition(self.epoch, self.batches),
                 generator=torch.Generator(),
                 once=lambda: True,  # at its end the epoch is over, also where that is not noticed yet
-                copied=lambda: attributes.fingerprint(copied),
+                copied=lambda: self._attributes.fingerprint(copied),
                 persistent=loader.persistent_workers,
             )
         if order is not None:
@@ -111,10 +127,10 @@ class Source:
             self._ready, self._kind = over(loader, order, seed), "ordered"
         elif is_stateful(loader):
             self._ready, self._kind = loader, "stateful"
-            self.inexact = next(may_differ(loader), None)
+            self._inexact = next(may_differ(loader), None)
         else:
             self._ready, self._kind = loader, "anew"
-            self.inexact = begins_anew(loader)
+            self._inexact = begins_anew(loader)
         saved, self._saved = self._saved, None
         if saved is not None:
             self._load(saved)
@@ -132,8 +148,8 @@ class Source:
         elif self._kind == "stateful" and self._same_ranks:
             if saved["state"] is not None:
                 self._ready.load_state_dict(from_plain(saved["state"]))
-            elif self.inexact is None:
-                self.inexact = begins_anew(self._ready)
+            elif self._inexact is None:
+                self._inexact = begins_anew(self._ready)
         elif not self.over:
             self.batches = 0
 
@@ -160,6 +176,19 @@ class Source:
         with isolated_rng(derive_seed("loader", seed, step, rank)):  # a resumed epoch makes one more iterator
             return iter(self._ready)
 
+    def reasons(self) -> Iterator[Inexact]:
+        """Why a resume within or behind an epoch of it is not exact, as far as this start has seen."""
+        if self._inexact is not None:
+            yield self._inexact
+        for name in sorted(self._between.unknown):
+            yield Inexact(
+                name,
+                why="the loop sets it before an epoch's batches, and has resumed there: whether it makes it of what it "
+                "was is not known",
+                fix="make it of the epoch (`dataset.level = epoch`), or count in run.state",
+                certain=False,
+            )
+
     @property
     def at_end(self) -> bool:
         """Whether the epoch is known to have no more batches."""
@@ -178,11 +207,16 @@ class Source:
             ConfigError: It had none at all: without batches, its epochs would never end.
         """
         if not self.batches:
+            once = isinstance(self._given, Iterator)
             raise ConfigError(
-                f"the loader {self.name!r} gave no batch",
+                f"the loader {self.name!r} gave no batch" + (f" in epoch {self.epoch}" if once and self.epoch else ""),
                 where="Run.batches()",
-                why="its dataset is empty, or drop_last leaves nothing of what this rank has of it",
-                fix="more samples, a smaller batch size, or drop_last=False",
+                why="it is an iterator, which gives its batches once"
+                if once
+                else "its dataset is empty, or drop_last leaves nothing of what this rank has of it",
+                fix="give the loader itself, not iter(), map() or enumerate() of it"
+                if once
+                else "more samples, a smaller batch size, or drop_last=False",
             )
         self.over, self.running = True, False
 
@@ -190,6 +224,8 @@ class Source:
         """Goes to the beginning of the next epoch."""
         if self._saved is not None:  # this start has not read it: the rest of that epoch is left out
             self._saved = {**self._saved, "state": self._at_beginning(self._saved)}
+        if self._given is not None:
+            self._between.ended(self._attributes.values(self._dataset))
         self.epoch, self.batches, self.over = self.epoch + 1, 0, False
         self.passed = False
 
@@ -221,7 +257,68 @@ class Source:
                     fix="return numbers, texts, tensors, arrays, and lists and dicts of them",
                 ) from error
         position = {"epoch": self.epoch, "batches": self.batches, "over": self.over}
-        return {**position, "kind": self._kind, "state": state}
+        return {**position, "kind": self._kind, "state": state, "between": self._between.state()}
+
+
+class _BetweenEpochs:
+    """What the loop sets in a dataset before an epoch's batches, as `dataset.level = epoch`, or a dataset for each.
+
+    A checkpoint from the end of an epoch does not have it, and what the resumed loop has set would be lost behind the
+    saved value. It is told by the values with which the first epoch began: what differs from these is set now.
+
+    Args:
+        saved: What `state` returned.
+    """
+
+    def __init__(self, saved: Mapping[str, Any] | None) -> None:
+        self._first: dict[str, Any] | None = dict(saved["first"]) if saved is not None else None
+        self._set: set[str] = set(saved["set"]) if saved is not None else set()
+        self._anew = bool(saved["anew"]) if saved is not None else False
+        self._dataset: object = None
+        self._at_end: dict[str, Any] = {}
+        self.unknown: set[str] = set()
+
+    def begins(self, dataset: object, values: Mapping[str, Any]) -> None:
+        """An epoch begins with these values."""
+        now = {name: _comparable(value) for name, value in values.items()}
+        if self._first is None:
+            self._first = now
+        self._anew |= self._dataset is not None and self._dataset is not dataset
+        self._dataset = dataset
+        self._set |= {name for name, value in self._at_end.items() if now.get(name) != value}
+
+    def ended(self, values: Mapping[str, Any]) -> None:
+        """It is over, with these."""
+        self._at_end = {name: _comparable(value) for name, value in values.items()}
+
+    def restores(self, name: str, now: Any, saved: Any) -> bool:
+        """Whether a dataset's attribute gets its saved value where an epoch begins."""
+        first = (self._first or {}).get(name)
+        if self._anew or (first is not None and first != _comparable(now)):
+            return False
+        if name in self._set and _comparable(saved) != first:
+            self.unknown.add(name)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"first": self._first or {}, "set": sorted(self._set), "anew": self._anew}
+
+
+def _comparable(value: Any) -> int | None:
+    """Equal to that of an equal value, also in another process; None: no number would be."""
+    if isinstance(value, frozenset) or any(isinstance(one, set) for one in held(value)):
+        return None  # the hashes of texts differ, and with them its order
+    try:
+        found = fingerprint(value if _is_long(value) else to_plain(value, "it"), {})
+    except TypeError:
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _is_long(value: Any) -> bool:
+    """Whether it is a container of many, such as of a dataset's indices: these are read as they are."""
+    return isinstance(value, (list, tuple, dict)) and len(value) > _LONG
 
 
 def _known(replicas: Replicas | None) -> Replicas:

@@ -12,7 +12,7 @@ import torch
 from fairlead.errors import RunDirectoryError
 from fairlead.exactness import EXACTNESS_FILE, inexact_kernels, record, sentence
 from fairlead.findings import Inexact
-from fairlead_distributed.run.registry import Registry
+from fairlead_distributed.run.registry import ALL_GROUPS, Registry
 from fairlead_runs.commit import atomic_write
 
 _SEEDED_BELOW = 2**32
@@ -24,7 +24,7 @@ def loop_reasons(registry: Registry, seed: int) -> Iterator[Inexact]:
     if seed >= _SEEDED_BELOW:
         yield unseeded("torch.manual_seed(1)")
     modules, optimizers = registry.modules(), registry.optimizers()
-    if modules and not optimizers:
+    if modules and not registry.saved_optimizers():
         yield Inexact(
             "the optimizer",
             why="none is registered: what it keeps of earlier steps is in no checkpoint",
@@ -39,6 +39,12 @@ def loop_reasons(registry: Registry, seed: int) -> Iterator[Inexact]:
                 why="some belong to no registered module: they are in no checkpoint",
                 fix="register their module: Run(..., head=head)",
             )
+    for name in registry.grown_optimizers():
+        yield Inexact(
+            f"the parameter groups that the loop has added to {name}",
+            why="a resume is refused, since the script makes it without them",
+            fix=f"make {name} with all its groups; {ALL_GROUPS}",
+        )
     yield from registry.attributes.reasons()
     if any(one.device.type == "cuda" for module in modules.values() for one in module.parameters()):
         yield from kernel_reasons(

@@ -17,7 +17,9 @@ class Gradients:
     """Which gradients are saved: those that no optimizer has used yet, and used ones that the loop does not free.
 
     A used gradient is watched once: one that is there in the optimizer's next step was added to, or set to zero, and a
-    parameter with a gradient of zero is not one without. Until that is seen, it is saved too.
+    parameter with a gradient of zero is not one without. Until that is seen, it is saved too. Where there was none to
+    watch, one that a later save finds was left by what followed the step, as a generator's loss leaves some in its
+    discriminator.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
@@ -28,6 +30,7 @@ class Gradients:
         self._position: object = None
         self._watched: dict[Optimizer, list[tuple[Tensor, weakref.ref[Tensor]]]] = {}
         self._seen: set[Optimizer] = set()
+        self._without: set[Optimizer] = set()
         self._kept: set[int] = set()
 
     def watch(self) -> list[RemovableHandle]:
@@ -50,14 +53,14 @@ class Gradients:
         if self._fresh and position != self._position:
             self._used.clear()  # the batches since then were used by none
         self._fresh, self._position = True, position
-        for optimizer in self._used - self._seen - self._watched.keys():
+        for optimizer in self._used - self._seen - self._without - self._watched.keys():
             # DDP's buckets outlive what is None in between (gradient_as_bucket_view).
             there = [(one, one.grad) for one in _parameters(optimizer) if one.grad is not None]
             watched = [(one, weakref.ref(gradient)) for one, gradient in there if gradient._base is None]
             if watched:
                 self._watched[optimizer] = watched
             else:
-                self._seen.add(optimizer)
+                (self._seen if there else self._without).add(optimizer)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The gradients to save on this rank, by module and parameter; not copied.

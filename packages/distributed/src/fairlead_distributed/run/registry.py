@@ -23,6 +23,7 @@ from fairlead_distributed.objects import gather_objects
 from fairlead_distributed.plain_data import GENERATORS, from_plain, is_stateful, put_back, to_plain
 from fairlead_distributed.rng import rng_state
 from fairlead_distributed.run.loading import readable_load_errors
+from fairlead_runs.describe import counted
 
 OWN: Final = "fairlead"
 """The key of the run's own entry in the shared state."""
@@ -30,6 +31,8 @@ OPTIMIZERS: Final = "optimizers (by names of the unsplit model)"
 """The key of the shared optimizers' state, where it is sharded or gathered."""
 OTHERS: Final = "meta.pt"
 """The file, in its folder, with the shared state that torch's distributed checkpoint does not take."""
+ALL_GROUPS: Final = "parameters that do not require gradients yet (`requires_grad_(False)`) stay as they are"
+"""Why an optimizer can have from the start what a loop would add to it."""
 
 Layout = Literal["replicated", "sharded", "stages"]
 """What the ranks hold of the registered modules: all the same; shards of it; or other modules, as of a pipeline."""
@@ -59,6 +62,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._groups: dict[str, int] = {}  # of each optimizer's parameters, as the script has made it
         self.attributes = Attributes()
 
     def add(self, name: str, value: Any, *, per_rank: bool = False) -> None:
@@ -109,6 +113,20 @@ class Registry:
     def optimizers(self) -> dict[str, Optimizer]:
         """The optimizers of torch's kind."""
         return {one.name: one.value for one in self if isinstance(one.value, Optimizer)}
+
+    def saved_optimizers(self) -> list[Optimizer]:
+        """The optimizers, also those that a registered object of another kind keeps in an attribute."""
+        others = (one.value for one in self if not isinstance(one.value, nn.Module))
+        held = (value for one in others for value in getattr(one, "__dict__", {}).values())
+        return [*self.optimizers().values(), *(value for value in held if isinstance(value, Optimizer))]
+
+    def grown_optimizers(self) -> list[str]:
+        """The optimizers to which the loop has added parameter groups."""
+        return [
+            name
+            for name, one in self.optimizers().items()
+            if len(one.param_groups) > self._groups.get(name, len(one.param_groups))
+        ]
 
     def is_ddp(self) -> bool:
         """Whether DistributedDataParallel copies buffers of rank 0 to all before each forward pass."""
@@ -171,8 +189,9 @@ class Registry:
             if name != OWN:
                 _load(self._entries[name], state, file)
 
-    def watch_attributes(self) -> None:
-        """Begins to watch what the modules keep in attributes, before anything is restored."""
+    def watch(self) -> None:
+        """Begins to watch what training may change in modules and optimizers, before anything is restored."""
+        self._groups = {name: len(one.param_groups) for name, one in self.optimizers().items()}
         modules = self.modules()
         self.attributes.exclude(
             *(one.value for one in self), *(part for one in modules.values() for part in one.modules())
@@ -270,6 +289,8 @@ def _state_of(entry: Entry) -> Any:
 
 def _load(entry: Entry, state: Any, file: Path) -> None:
     value = entry.value
+    if isinstance(value, Optimizer):
+        _require_groups(entry.name, value, state, file)
     with loading(f"the state of {entry.name}", file):
         if isinstance(value, nn.Module):
             bare = _bare(value)
@@ -278,6 +299,17 @@ def _load(entry: Entry, state: Any, file: Path) -> None:
             put_back(value, from_plain(state))
         else:
             value.load_state_dict(from_plain(state))
+
+
+def _require_groups(name: str, optimizer: Optimizer, state: Any, file: Path) -> None:
+    here, saved = len(optimizer.param_groups), len(state["param_groups"])
+    if here != saved:
+        raise CheckpointError(
+            f"{name} has {counted(here, 'parameter group')}, and in the checkpoint {saved}",
+            where=str(file),
+            why="the loop has added some since it began, or the script makes it otherwise now",
+            fix=f"before restore(), make {name} with all its groups; {ALL_GROUPS}",
+        )
 
 
 def _unwrapped(value: Any) -> Any:

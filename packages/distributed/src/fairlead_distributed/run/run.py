@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Literal, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
@@ -203,6 +205,7 @@ class Run(OpenRun):
         self._batches = 0
         self._saved_at = 0.0
         self._hooks: list[RemovableHandle] = []
+        self._steppers: WeakSet[Optimizer] = WeakSet()  # the optimizers that have been looked at
 
     # -- opening and closing
 
@@ -287,7 +290,7 @@ class Run(OpenRun):
             session, self._registry, self._checkpoint, None, finite=True, gather=False
         )
         saves.layout = self._registry.layout()
-        self._registry.watch_attributes()
+        self._registry.watch()
         self._given = list(self.state)
         self._seed = int(broadcast_object(torch.initial_seed()))
         self._data = replicas_here(saves.layout, self._registry)
@@ -301,7 +304,7 @@ class Run(OpenRun):
             self._restore_state(shared)
             self._left_within = bool(shared.get("left_within"))
             for name, saved in mine["loaders"].items():
-                self._unread[name] = Source(name, saved, same_ranks=self._same_ranks)
+                self._unread[name] = Source(name, saved, self._registry.attributes, same_ranks=self._same_ranks)
             saves.monitor = saves.monitor or metadata.get("monitor")  # or the best so far would be deleted
             saves.saved = self._position() if own else None
             self._saved_contents = self._contents()
@@ -313,7 +316,7 @@ class Run(OpenRun):
         self._restored = True
         if self.finished is None:
             self._gradients = Gradients(self._registry.modules(), self._registry.optimizers())
-            self._hooks += self._gradients.watch()
+            self._hooks += [*self._gradients.watch(), register_optimizer_step_pre_hook(self._steps_with)]
             self._restore_gradients(mine.get("gradients", {}))
             self._log_from(self.steps if own else None, positions, self._settings())
             self._measure(session)
@@ -374,7 +377,7 @@ class Run(OpenRun):
             ...         run.step(loss=train_step(x, y))
             ...     scheduler.step()
         """
-        most = self._max_epochs if most is None else most
+        most = self._max_epochs if most is None else _count("epochs", most)
         if most is None and self._max_steps is None:
             raise ConfigError(
                 "there is no last epoch", where="Run.epochs()", fix="run.epochs(10), or Run(max_epochs=10)"
@@ -471,6 +474,7 @@ class Run(OpenRun):
 
     def due(self, *, every: int) -> bool:
         """Whether a multiple of so many steps was just done, as for a validation."""
+        every = _count("due", every, least=1)
         if not self._sources and self._just_stepped:
             self._add_reason(_BEHIND_STEP)
         return self._just_stepped and self.steps % every == 0
@@ -652,6 +656,24 @@ class Run(OpenRun):
         )
         self._replicas.compare(self.steps, pairs)
 
+    def _steps_with(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before each step of any optimizer: one that the script has not registered is named."""
+        if optimizer in self._steppers:
+            return
+        self._steppers.add(optimizer)
+        saved = self._registry.saved_optimizers()
+        weights = {id(one) for module in self._registry.modules().values() for one in module.parameters()}
+        changed = (one for group in optimizer.param_groups for one in group["params"] if id(one) in weights)
+        if saved and optimizer not in saved and next(changed, None) is not None:
+            self._add_reason(
+                Inexact(
+                    f"an optimizer that is not registered ({type(optimizer).__name__})",
+                    why="it changes weights of the run, and what it keeps of earlier steps is in no checkpoint",
+                    fix="make it before restore(), and register it: Run(..., optimizer=optimizer)",
+                    certain=False,
+                )
+            )
+
     # -- epochs and loaders
 
     def _source(self, name: str, loader: Any) -> Source:
@@ -659,7 +681,7 @@ class Run(OpenRun):
         if source is None:
             source = self._unread.pop(name, None)
             if source is None:
-                source = Source(name, None, same_ranks=self._same_ranks)
+                source = Source(name, None, self._registry.attributes, same_ranks=self._same_ranks)
                 source.epoch = self.epoch
             self._sources[name] = source
         if source.running:
@@ -668,7 +690,7 @@ class Run(OpenRun):
                 where="Run.batches()",
                 fix='give one another name: run.batches(loader, name="other")',
             )
-        source.prepare(loader, self._seed, self._data, self._registry.attributes)
+        source.prepare(loader, self._seed, self._data, in_epochs=self._in_epochs)
         if not self._batches:
             self._opened().beat("first-batch", self.steps)
             size = loader_batch_size(loader)
@@ -779,7 +801,7 @@ class Run(OpenRun):
         session = self._opened()
         if get_rank() or self.finished is not None:
             return
-        seen = [one.inexact for one in self._sources.values() if one.inexact is not None]
+        seen = [reason for one in self._sources.values() for reason in one.reasons()]
         unsaved = [reason for one in self._sources.values() for reason in unsaved_changes(one.loader)]
         self._seen += [reason for reason in dict.fromkeys(unsaved) if reason not in self._seen]
         if self._exactness is None:
@@ -806,6 +828,14 @@ class Run(OpenRun):
                 fix="call run.restore() before the loop; it does nothing in a new run",
             )
         return session
+
+
+def _count(call: str, given: object, *, least: int = 0) -> int:
+    """What such a method was given, as the number that it has to be."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        what = f"Run.{call}() was given {given!r}, which is no whole number" + (f" from {least}" if least else "")
+        raise ConfigError(what, where=f"Run.{call}()")
+    return given
 
 
 _END: Final = object()
