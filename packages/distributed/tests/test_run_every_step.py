@@ -243,6 +243,33 @@ def generator_and_discriminator(root: Path, mark: Callable[[], None]) -> Any:
     return weights(generator, discriminator)
 
 
+class Slowing(torch.optim.Optimizer):
+    """What it counts and averages is in attributes, of which torch's `state_dict` knows nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.count, self.mean = 0, torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for one in self.param_groups[0]["params"]:
+            self.mean = 0.9 * self.mean + one.grad.abs().mean()
+            one.sub_(one.grad, alpha=self.param_groups[0]["lr"] / (self.count + self.mean.item()))
+
+
+def optimizer_with_attributes(root: Path, mark: Callable[[], None]) -> Any:
+    net = model()
+    optimizer = Slowing(net.parameters())
+    with Run(root, m=net, o=optimizer, max_steps=5, checkpoint={"every_n_steps": 2}) as run:
+        run.restore()
+        for x, y in run.batches(data()):
+            mark()
+            step_of(optimizer, loss_of(net, x, y))
+            run.step()
+    return weights(net), optimizer.count
+
+
 def shorter_loader_first(root: Path, mark: Callable[[], None]) -> Any:
     """The longer one stands within its epoch when that of the run ends."""
     net = model()
@@ -288,6 +315,7 @@ def state_that_the_loop_holds(root: Path, mark: Callable[[], None]) -> Any:
         dataset_that_remembers,
         dataset_that_is_told_the_epoch,
         generator_and_discriminator,
+        optimizer_with_attributes,
         shorter_loader_first,
         state_that_the_loop_holds,
     ],

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
 from fairlead.errors import RunDirectoryError
 from fairlead.exactness import EXACTNESS_FILE, inexact_kernels, record, sentence
 from fairlead.findings import Inexact
+from fairlead_distributed.plain_data import is_engines
 from fairlead_distributed.run.registry import ALL_GROUPS, Registry
 from fairlead_runs.commit import atomic_write
 
@@ -39,6 +41,7 @@ def loop_reasons(registry: Registry, seed: int) -> Iterator[Inexact]:
                 why="some belong to no registered module: they are in no checkpoint",
                 fix="register their module: Run(..., head=head)",
             )
+    yield from nested_optimizers(optimizers.values())
     for name in registry.grown_optimizers():
         yield Inexact(
             f"the parameter groups that the loop has added to {name}",
@@ -54,6 +57,18 @@ def loop_reasons(registry: Registry, seed: int) -> Iterator[Inexact]:
                 else f"torch.backends.cudnn.benchmark = {value}"
             )
         )
+
+
+def nested_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[Inexact]:
+    """Optimizers around another (Lookahead, SAM): the two share groups and state, and a resume gives each its own."""
+    for one in optimizers:
+        if not is_engines(type(one)) and any(isinstance(value, Optimizer) for value in vars(one).values()):
+            yield Inexact(
+                f"the optimizer {type(one).__name__}",
+                why="it holds another optimizer, and a resume restores each of them separately",
+                fix="share param_groups and state in its load_state_dict; --prove-resume shows whether that does",
+                certain=False,
+            )
 
 
 def unseeded(line: str) -> Inexact:

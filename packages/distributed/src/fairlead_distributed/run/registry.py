@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from fairlead.errors import CheckpointError, ConfigError, FairleadError
 from fairlead_distributed._sharded import is_dtensor, is_fsdp1
@@ -20,7 +21,7 @@ from fairlead_distributed.divergence import entry_of
 from fairlead_distributed.full_state import named_as, plain_state
 from fairlead_distributed.module_state import module_state, restore_flags, restore_module
 from fairlead_distributed.objects import gather_objects
-from fairlead_distributed.plain_data import GENERATORS, from_plain, is_stateful, put_back, to_plain
+from fairlead_distributed.plain_data import GENERATORS, from_plain, is_stateful, is_users_class, put_back, to_plain
 from fairlead_distributed.rng import rng_state
 from fairlead_distributed.run.loading import readable_load_errors
 from fairlead_runs.describe import counted
@@ -57,13 +58,13 @@ class Registry:
     optimizers that Fabric or Accelerate has wrapped are looked into.
 
     Attributes:
-        attributes: What the modules, and the datasets of the loaders, keep in attributes.
+        attributes: What modules, optimizers of the user's classes and datasets of the loaders keep in attributes.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._groups: dict[str, int] = {}  # of each optimizer's parameters, as the script has made it
-        self.attributes = Attributes()
+        self.attributes = Attributes(of_optimizer)
 
     def add(self, name: str, value: Any, *, per_rank: bool = False) -> None:
         """Registers an object.
@@ -198,6 +199,9 @@ class Registry:
         )
         for name, module in modules.items():
             self.attributes.watch(name, module)
+        for name, optimizer in self.optimizers().items():
+            if is_users_class(type(optimizer)) and type(optimizer).state_dict is Optimizer.state_dict:
+                self.attributes.watch(f"optimizer {name}", optimizer, always=True)
         self.attributes.mark()
 
     def rank_state(self, *, buffers: bool) -> dict[str, Any]:
@@ -261,6 +265,11 @@ def serialize(value: Any, where: str) -> Any:
         ) from error
 
 
+def of_optimizer(owner: object) -> frozenset[str]:
+    """The attributes that torch's class of optimizers keeps for itself; none of another object."""
+    return frozenset(vars(SGD([torch.zeros(1)])) if isinstance(owner, Optimizer) else ())
+
+
 @contextmanager
 def loading(what: str, file: Path) -> Iterator[None]:
     """Has whatever an object says of a state that is not its own be a `CheckpointError`."""
@@ -302,7 +311,8 @@ def _load(entry: Entry, state: Any, file: Path) -> None:
 
 
 def _require_groups(name: str, optimizer: Optimizer, state: Any, file: Path) -> None:
-    here, saved = len(optimizer.param_groups), len(state["param_groups"])
+    here = len(optimizer.param_groups)
+    saved = len(state.get("param_groups", optimizer.param_groups))  # one around another may have a state of its own
     if here != saved:
         raise CheckpointError(
             f"{name} has {counted(here, 'parameter group')}, and in the checkpoint {saved}",

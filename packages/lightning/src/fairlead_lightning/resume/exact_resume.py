@@ -326,13 +326,13 @@ class ExactResume:
     def _restore(self, trainer: L.Trainer) -> None:
         state, self._state = self._state, None
         assert state is not None
+        if self._same_ranks and state["where"] in ("batch", "done"):
+            compat.resume_averaging(trainer)  # it notes what the trainer has before it changes that
         self._users.restore(state, same_ranks=self._same_ranks)
         if not self._same_ranks:
             assert self.loaders is not None
             seed_anew(self.loaders.seed, trainer.global_step, rank_state.data_rank(trainer))
         elif state["where"] is not None:
-            if state["where"] in ("batch", "done"):
-                compat.resume_averaging(trainer)
             rank_state.restore(trainer, state)
             self._restored(state)
 

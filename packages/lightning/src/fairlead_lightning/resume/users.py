@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from fairlead.findings import Inexact
 from fairlead_distributed.attributes import Attributes
 from fairlead_distributed.plain_data import is_engines, is_users_class
+from fairlead_distributed.run.exactness import nested_optimizers
 from fairlead_distributed.run.memory import Owner
+from fairlead_distributed.run.registry import of_optimizer
 
 _OF_LIGHTNING: Final = ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams", "_trainer", "trainer")
 _SET_IN_TRAINING: Final = frozenset(
@@ -72,7 +74,7 @@ class Users:
         """What has changed and cannot be saved."""
         yield from self.attributes.reasons()
         if self._trainer is not None:
-            yield from _nested(self._trainer.optimizers)
+            yield from nested_optimizers(self._trainer.optimizers)
             yield from _refused(self._trainer)
 
     def _added_groups(self) -> Iterator[list[list[str]]]:
@@ -148,8 +150,8 @@ def _not_watched(owner: object) -> frozenset[str]:
     """What an object's base class keeps in attributes, but for hyperparameters, which a finder sets."""
     if isinstance(owner, L.Callback):
         return _of_its_base(owner)
-    if isinstance(owner, torch.optim.Optimizer):
-        return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+    if isinstance(owner, Optimizer):
+        return of_optimizer(owner)
     # Lightning makes empty hyperparameters where there are none.
     return internal(owner) - ({"_hparams"} if getattr(owner, "__dict__", {}).get("_hparams") else set())
 
@@ -199,18 +201,6 @@ def _plain_numbers(state: Any) -> Any:
     if type(state) is dict:
         return {key: _plain_numbers(value) for key, value in state.items()}
     return type(state)(map(_plain_numbers, state)) if type(state) in (list, tuple) else state
-
-
-def _nested(optimizers: Sequence[Optimizer]) -> Iterator[Inexact]:
-    """Optimizers around another (Lookahead, SAM): the two share groups and state, and a resume gives each its own."""
-    for one in optimizers:
-        if not is_engines(type(one)) and any(isinstance(value, Optimizer) for value in vars(one).values()):
-            yield Inexact(
-                f"the optimizer {type(one).__name__}",
-                why="it holds another optimizer, and a resume restores each of them separately",
-                fix="share param_groups and state in its load_state_dict; --prove-resume shows whether that does",
-                certain=False,
-            )
 
 
 def _refused(trainer: L.Trainer) -> Iterator[Inexact]:
