@@ -346,6 +346,54 @@ def test_a_callback_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     assert "Trainer(..., callbacks=[Fairlead(...)])" in output
 
 
+REFUSED = """
+import torch
+from fairlead.errors import CheckpointError, ConfigError
+from fairlead_huggingface import Fairlead
+from transformers import Trainer, TrainingArguments
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+
+    def forward(self, x, labels=None):
+        guess = self.net(x)
+        return {"loss": torch.nn.functional.mse_loss(guess, labels), "logits": guess}
+
+def trainer(samples, callbacks, **arguments):
+    data = [{"x": torch.ones(8) * i, "labels": torch.ones(1)} for i in range(samples)]
+    args = TrainingArguments("out", use_cpu=True, report_to=[], disable_tqdm=True, **arguments)
+    return Trainer(Line(), args, train_dataset=data, callbacks=callbacks)
+
+def refused(what, error, call):
+    try:
+        call()
+    except error as raised:
+        print("REFUSED", what, raised)
+
+refused("model", ConfigError, lambda: trainer(16, [Fairlead("runs/a")], max_steps=2, save_only_model=True).train())
+refused("two", ConfigError, lambda: trainer(16, [Fairlead("runs/a"), Fairlead("runs/b")], max_steps=2))
+refused("trial", ConfigError, lambda: trainer(16, [Fairlead("runs/a")], max_steps=2).train(trial={"lr": 1}))
+trainer(16, [Fairlead("runs/data")], max_steps=2).train()
+refused("data", CheckpointError, lambda: trainer(24, [Fairlead("runs/data")], max_steps=4).train())
+trainer(16, [Fairlead("runs/data")], max_steps=4).train()
+"""
+
+
+def test_what_would_train_something_else_is_refused(tmp_path: Path) -> None:
+    """Checkpoints without the optimizer, other data, trials that would resume each other."""
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    process = start(script, tmp_path, ranks=1)
+    output = ended(process)
+    assert process.returncode == 0, output
+    found = [line.split()[1] for line in output.splitlines() if line.startswith("REFUSED")]
+    assert found == ["model", "two", "trial", "data"], output
+    assert "REFUSED data train_dataset had 16 samples, now 24" in output
+    assert "is finished: step 4" in output
+
+
 ACCELERATE = """
 import os
 import sys

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import IntervalStrategy
 
 from fairlead.config import CheckpointConfig, RunConfig, TrainerConfig
-from fairlead.errors import ConfigError
+from fairlead.errors import CheckpointError, ConfigError
 from fairlead.plugins import PluginManager, default_plugins
 from fairlead.resolution import Resolution
 from fairlead.validation import validated
@@ -109,6 +109,10 @@ class Fairlead(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The Trainer is made: from here on its `train` is a fit of the run."""
         trainer = compat.maker(args)
+        if sum(isinstance(one, Fairlead) for one in trainer.callback_handler.callbacks) > 1:
+            raise ConfigError(
+                "a Trainer has one run: two Fairlead callbacks were given", where="Trainer(callbacks=...)"
+            )
         train = trainer.train
 
         def in_a_run(resume_from_checkpoint: Any = None, *more: Any, **named: Any) -> Any:
@@ -118,6 +122,12 @@ class Fairlead(TrainerCallback):
                     where=f"trainer.train({resume_from_checkpoint!r})",
                     fix="leave it out; to begin a new run from that checkpoint: "
                     f"Fairlead(RunConfig(name=..., resume={resume_from_checkpoint!r}))",
+                )
+            if named.get("trial") is not None:
+                raise ConfigError(
+                    "the trials of a hyperparameter search would all be one run",
+                    where="trainer.hyperparameter_search()",
+                    fix="search without this callback; or start each trial with a run of its own",
                 )
             run = self._of = _TrainerRun(
                 trainer,
@@ -221,6 +231,13 @@ class _TrainerRun(OpenRun):
     def train(self, train: Any, *more: Any, **named: Any) -> Any:
         """Trains in the run; `train` is the Trainer's own method."""
         args = self._hf.args
+        if args.save_only_model:
+            raise ConfigError(
+                "a run with save_only_model could not be resumed",
+                where="TrainingArguments(save_only_model=True)",
+                why="its checkpoints have no optimizer, schedule and random generators",
+                fix="leave it out, and limit the disk by save_total_limit; trainer.save_model() writes weights alone",
+            )
         limits = {"max_epochs": args.num_train_epochs} if args.max_steps <= 0 else {"max_steps": args.max_steps}
         settings = {name: _plain(getattr(args, name)) for name in _IDENTITY if hasattr(args, name)}
         model: Any = self._hf.model
@@ -228,6 +245,7 @@ class _TrainerRun(OpenRun):
             self._open({**settings, **limits}, {"model": model} if model is not None else {}, "Trainer")
             session = self._opened()
             resume = str(session.checkpoint) if session.checkpoint is not None else None
+            self._require_same_data(session)
             self._accumulate()
             with compat.in_a_run(self._hf, self):
                 result = train(resume, *more, **named)
@@ -238,6 +256,20 @@ class _TrainerRun(OpenRun):
             raise
         self._close(None)
         return result
+
+    def _require_same_data(self, session: RunSession) -> None:
+        """The Trainer finds epoch and batch by counting steps: with other data it would continue elsewhere."""
+        file, now = session.checkpoint, compat.samples(self._hf)
+        if file is None or self._saves is None or not file.is_relative_to(session.path):
+            return
+        saved = self._saves.part(file, 0).get("samples", now)
+        if saved != now:
+            raise CheckpointError(
+                f"train_dataset had {saved} samples, now {now}",
+                where=str(file),
+                why="the Trainer counts epochs in steps, and would continue at another place of other data",
+                fix="resume with the same data; or begin a new run with these weights",
+            )
 
     def _accumulate(self) -> None:
         """Has the Trainer accumulate what `batch_policy` asks for."""
@@ -391,7 +423,7 @@ class _TrainerRun(OpenRun):
         ended = self.epoch_over and self._hf.control.should_training_stop
         # A training may end before its last step, and is over then until it is to take more.
         ended_at = {"ended": self._hf.state.max_steps} if ended else {}
-        return {**self._log_positions(), "pass": tuple(now), **ended_at}
+        return {**self._log_positions(), "pass": tuple(now), "samples": compat.samples(self._hf), **ended_at}
 
     def _finish(self) -> None:
         """The Trainer has reached its end."""

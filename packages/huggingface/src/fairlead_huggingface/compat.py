@@ -109,6 +109,11 @@ def writes_into(trainer: Any, folder: Path) -> Iterator[None]:
         del trainer._get_output_dir
 
 
+def samples(trainer: Any) -> int | None:
+    """How many it trains on; None of a stream."""
+    return len(trainer.train_dataset) if has_length(trainer.train_dataset) else None
+
+
 def loss_since_log(trainer: Any) -> dict[str, Any]:
     """The losses since the Trainer has logged last, which it forgets in its own checkpoints."""
     return {"loss": trainer._tr_loss.detach().cpu().clone(), "logged": int(trainer._globalstep_last_logged)}
