@@ -251,7 +251,7 @@ class Slowing(torch.optim.Optimizer):
         self.count, self.mean = 0, torch.zeros(())
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.count += 1
         for one in self.param_groups[0]["params"]:
             self.mean = 0.9 * self.mean + one.grad.abs().mean()

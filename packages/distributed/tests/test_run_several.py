@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from run_records import checkpoints, events, latest
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from fairlead import Run, Stopped
@@ -172,6 +173,34 @@ def sharded_with_gradients_left(root: Path) -> tuple[Any, Any]:
     return expected, trained("stopped", 7, 0)
 
 
+def gradients_in_buckets(root: Path) -> tuple[Any, Any]:
+    """DDP's buckets: the second loss leaves gradients in `second`, which its next step uses."""
+
+    def trained(name: str, end: int) -> Any:
+        torch.manual_seed(5)
+        first, second = (DistributedDataParallel(nn.Linear(4, size), gradient_as_bucket_view=True) for size in (4, 1))
+        one, other = (torch.optim.SGD(part.parameters(), lr=0.001) for part in (first, second))
+        with Run(root / name, a=first, b=second, o=one, p=other, checkpoint=EACH, max_steps=6, environ={}) as run:
+            run.restore()
+            for _ in run.batches(DataLoader(range(64), batch_size=2)):  # type: ignore[arg-type]
+                x = torch.full((2, 4), 1.0 + run.steps + dist.get_rank())
+                second(first(x).detach()).sum().backward()
+                other.step()
+                other.zero_grad()
+                second(first(x)).square().sum().backward()
+                one.step()
+                one.zero_grad()
+                run.step()
+                if run.steps == end:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+        return [value.tolist() for part in (first, second) for value in part.parameters()]
+
+    expected = trained("undisturbed", 0)
+    with suppress(Stopped):
+        trained("stopped", 4)
+    return expected, trained("stopped", 0)
+
+
 def unreadable_state_on_rank_one(root: Path) -> str:
     class Kept:
         value: Any = 0.0
@@ -302,6 +331,7 @@ def two_ranks(rank: int, root: Path) -> dict[str, Any]:
         "shards": full_disk_under_shards(root / "shards", gather=False),
         "gathered": full_disk_under_shards(root / "gathered", gather=True),
         "gradients": sharded_with_gradients_left(root / "gradients"),
+        "buckets": gradients_in_buckets(root / "buckets"),
         "weights": weights_of_a_gathered_one(root / "gathered"),
         "unreadable": unreadable_state_on_rank_one(root / "unreadable"),
         "damaged": damaged_part_of_rank_one(root / "damaged"),
@@ -386,6 +416,12 @@ def test_sharded_gradients_that_wait_for_their_optimizer_outlive_a_stop(found: l
     """And what a module whose class `fully_shard` has replaced keeps in attributes."""
     for one in found:
         expected, resumed = one["gradients"]
+        assert resumed == expected
+
+
+def test_gradients_in_buckets_that_the_next_step_uses_outlive_a_stop(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        expected, resumed = one["buckets"]
         assert resumed == expected
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class Gradients:
         self._fresh = True  # whether none has stepped since the last boundary
         self._position: object = None
         self._watched: dict[Optimizer, list[tuple[Tensor, weakref.ref[Tensor]]]] = {}
+        self._in_buckets: dict[Optimizer, dict[Tensor, RemovableHandle]] = {}
         self._seen: set[Optimizer] = set()
         self._without: set[Optimizer] = set()
         self._kept: set[int] = set()
@@ -42,11 +43,39 @@ class Gradients:
             self._used.clear()
             self._fresh = False
         self._used.add(optimizer)
-        if optimizer in self._watched:
-            for parameter, gradient in self._watched.pop(optimizer):
-                if (before := gradient()) is not None and before is parameter.grad:
+        if optimizer not in self._watched:
+            return
+        for parameter, gradient in self._watched.pop(optimizer):
+            if (before := gradient()) is not None and before is parameter.grad:
+                self._kept.add(id(parameter))
+        for parameter, handle in self._in_buckets.pop(optimizer).items():
+            handle.remove()
+            if parameter.grad is not None:  # no backward pass has come to it
+                self._kept.add(id(parameter))
+        self._seen.add(optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        there = [(one, one.grad) for one in _parameters(optimizer) if one.grad is not None]
+        if not there:
+            self._without.add(optimizer)
+            return
+        # DDP's buckets (gradient_as_bucket_view) outlive what is None in between: these are looked at by a hook.
+        self._watched[optimizer] = [(one, weakref.ref(gradient)) for one, gradient in there if gradient._base is None]
+        handles = self._in_buckets[optimizer] = {}
+
+        def looks(parameter: Tensor) -> Callable[[Tensor], None]:
+            def before_it_is_added(_: Tensor) -> None:
+                handles.pop(parameter).remove()
+                if parameter.grad is not None:
                     self._kept.add(id(parameter))
-            self._seen.add(optimizer)
+
+            return before_it_is_added
+
+        for parameter, gradient in there:
+            if gradient._base is not None and parameter.requires_grad:
+                handles[parameter] = parameter.register_hook(looks(parameter))
+            elif gradient._base is not None:
+                self._kept.add(id(parameter))
 
     def boundary(self, position: object) -> None:
         """Between two steps; `position` changes with each batch and step."""
@@ -54,13 +83,7 @@ class Gradients:
             self._used.clear()  # the batches since then were used by none
         self._fresh, self._position = True, position
         for optimizer in self._used - self._seen - self._without - self._watched.keys():
-            # DDP's buckets outlive what is None in between (gradient_as_bucket_view).
-            there = [(one, one.grad) for one in _parameters(optimizer) if one.grad is not None]
-            watched = [(one, weakref.ref(gradient)) for one, gradient in there if gradient._base is None]
-            if watched:
-                self._watched[optimizer] = watched
-            else:
-                (self._seen if there else self._without).add(optimizer)
+            self._watch(optimizer)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The gradients to save on this rank, by module and parameter; not copied.
