@@ -73,7 +73,7 @@ class Gradients:
 
         for parameter, gradient in there:
             if gradient._base is not None and parameter.requires_grad:
-                handles[parameter] = parameter.register_hook(looks(parameter))
+                handles[parameter] = parameter.register_hook(looks(parameter))  # type: ignore[no-untyped-call]
             elif gradient._base is not None:
                 self._kept.add(id(parameter))
 
