@@ -226,6 +226,21 @@ def test_what_a_loop_keeps_from_the_run_is_said(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("not exact, because of the position in an epoch") == 1
 
 
+def test_epochs_of_a_second_phase_are_none_of_the_run_also_when_it_resumes_there(tmp_path: Path) -> None:
+    def trained(root: Path, most: int) -> tuple[int, int]:
+        for run in opened(root, max_steps=most):
+            for _ in run.batches(loader(8)) if run.steps < 2 else ():
+                run.step()
+                if run.steps == 2:
+                    break
+            for _ in run.batches(loader(8), name="fine"):
+                run.step()
+        return run.steps, run.epoch
+
+    trained(tmp_path / "resumed", 3)
+    assert trained(tmp_path / "resumed", 12) == trained(tmp_path / "undisturbed", 12)
+
+
 def test_a_loop_that_counts_no_step_is_warned_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Within an epoch nothing of it is saved, and `max_steps` would never come."""
     for run in opened(tmp_path, max_epochs=3):

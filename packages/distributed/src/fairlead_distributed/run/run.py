@@ -759,7 +759,7 @@ class Run(OpenRun):
         for source in [only] if only is not None else self._all_sources():
             source.next_epoch()
         # Without `epochs` those of the loader `train` are the run's; where none is called so, of the one that leads.
-        train = self._sources.get(_TRAIN)
+        train = self._sources.get(_TRAIN, self._unread.get(_TRAIN))
         if only is None or only is train or (train is None and self._leads(only)):
             self.epoch += 1
             self._just_ended.add("epoch")
