@@ -266,7 +266,7 @@ def test_other_ranks(project: Project) -> None:
     project.start(world_size=2)
     value, (finding,) = project.explained()
     assert value == "not exact"
-    assert finding["what"].endswith("1 ranks after 2")
+    assert finding["what"].endswith("1 rank after 2")
     project.start(world_size=2, trial=True, age_s=-120)
     value, (finding,) = project.explained()
     assert (value, finding["why"]) == ("not known", "fast_dev_run saw the loaders of 2 ranks")

@@ -277,15 +277,19 @@ def explain_exactness(job: JobConfig, resolution: Resolution, root: CodeRoot, pl
     return Exactness(tuple(sorted(dict.fromkeys(reasons), key=lambda reason: not reason.certain)), seen)
 
 
+def _ranks(count: int | None) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def _stale(seen: Recorded, job: JobConfig, resolution: Resolution, root: CodeRoot) -> Iterator[Inexact]:
     """Why the next start may see something else than the last one, or resume otherwise."""
     before, ranks = seen.world_size, resolution.world_size
     if before not in (None, ranks) and seen.start == TRIAL:
-        why = f"{seen.by} saw the loaders of {before} ranks"
-        yield Inexact(f"{ranks} ranks", why=why, fix=f"start it again ({_TRY})", certain=False)
+        why = f"{seen.by} saw the loaders of {_ranks(before)}"
+        yield Inexact(_ranks(ranks), why=why, fix=f"start it again ({_TRY})", certain=False)
     elif before not in (None, ranks):
         yield Inexact(
-            f"{ranks} ranks after {before}",
+            f"{_ranks(ranks)} after {before}",
             why="another number of ranks adds in another order; the data resume exactly where they were",
             fix=f"resume with {before}, where it matters",
         )

@@ -40,6 +40,7 @@ from fairlead_runs.checkpoint_io import CheckpointCopies
 from fairlead_runs.commit import Checkpoint, write_file
 from fairlead_runs.commit.files import hash_file
 from fairlead_runs.commit.manifest import file_problem
+from fairlead_runs.describe import counted
 
 T = TypeVar("T")
 _FIX: Final = "a smaller learning rate, clipped gradients, or other data; Run(finite=False) continues anyway"
@@ -237,13 +238,16 @@ class RunCheckpoints(Commits):
             return True
         if names := self._registry.names()["per_rank"]:
             raise CheckpointError(
-                f"{before} ranks have saved states of their own, {now} would resume",
+                f"states of {counted(before, 'rank')} are saved, and {now} would resume",
                 where=str(checkpoint.path),
                 why=f"registered per rank: {', '.join(names)}",
-                fix=f"start {before} ranks",
+                fix=f"start {counted(before, 'rank')}",
             )
         if self._rank == 0:
-            print(f"warning: {before} ranks have saved, {now} resume: the random generators start fresh", flush=True)
+            print(
+                f"warning: saved by {counted(before, 'rank')}, resumed by {now}: the random generators start fresh",
+                flush=True,
+            )
         return False
 
     def _together(self, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
