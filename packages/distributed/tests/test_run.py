@@ -704,8 +704,12 @@ def test_names_and_loaders_are_told_apart(tmp_path: Path) -> None:
             pass
 
 
-def test_an_optimizer_that_is_not_registered_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Job(tmp_path, leave_out=("optimizer", "scheduler")).run as run:
+@pytest.mark.parametrize("left_out", [("optimizer",), ("optimizer", "scheduler")])
+def test_an_optimizer_that_is_not_registered_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left_out: tuple[str, ...]
+) -> None:
+    """Its scheduler knows it, and saves nothing of it."""
+    with Job(tmp_path, leave_out=left_out).run as run:
         run.restore()
     assert "none is registered: what it keeps of earlier steps is in no checkpoint" in capsys.readouterr().out
 

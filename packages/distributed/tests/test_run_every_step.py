@@ -425,6 +425,7 @@ def test_an_optimizer_that_the_loop_makes_is_named(tmp_path: Path, capsys: pytes
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner = inner
             self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+            self.zero_grad = inner.zero_grad
 
     for other in (False, True):
         net, copied = model(), model()

@@ -116,8 +116,8 @@ class Registry:
         return {one.name: one.value for one in self if isinstance(one.value, Optimizer)}
 
     def saved_optimizers(self) -> list[Optimizer]:
-        """The optimizers, also those that a registered object of another kind keeps in an attribute."""
-        others = (one.value for one in self if not isinstance(one.value, nn.Module))
+        """The optimizers, also those that one around them keeps; a schedule has one too, and saves nothing of it."""
+        others = (one.value for one in self if hasattr(one.value, "zero_grad") and not isinstance(one.value, nn.Module))
         held = (value for one in others for value in getattr(one, "__dict__", {}).values())
         return [*self.optimizers().values(), *(value for value in held if isinstance(value, Optimizer))]
 
