@@ -264,7 +264,7 @@ class _BetweenEpochs:
     """What the loop sets in a dataset before an epoch's batches, as `dataset.level = epoch`, or a dataset for each.
 
     A checkpoint from the end of an epoch does not have it, and what the resumed loop has set would be lost behind the
-    saved value. It is told by the values with which the first epoch began: what differs from these is set now.
+    saved value. The values with which the first epoch began show it: what differs from these is set now.
 
     Args:
         saved: What `state` returned.

@@ -63,7 +63,7 @@ class Gradients:
         self._watched[optimizer] = [(one, weakref.ref(gradient)) for one, gradient in there if gradient._base is None]
         handles = self._in_buckets[optimizer] = {}
 
-        def looks(parameter: Tensor) -> Callable[[Tensor], None]:
+        def hook_of(parameter: Tensor) -> Callable[[Tensor], None]:
             def before_it_is_added(_: Tensor) -> None:
                 handles.pop(parameter).remove()
                 if parameter.grad is not None:
@@ -73,7 +73,7 @@ class Gradients:
 
         for parameter, gradient in there:
             if gradient._base is not None and parameter.requires_grad:
-                handles[parameter] = parameter.register_hook(looks(parameter))  # type: ignore[no-untyped-call]
+                handles[parameter] = parameter.register_hook(hook_of(parameter))  # type: ignore[no-untyped-call]
             elif gradient._base is not None:
                 self._kept.add(id(parameter))
 
