@@ -190,36 +190,31 @@ class Remembers(Dataset[Any]):
         return x * (1 + self.level) + self.noise.setdefault(index, self.random.normal()), y
 
 
-def dataset_that_remembers(root: Path, mark: Callable[[], None]) -> Any:
-    """What the samples, and the loop, change in the dataset counts for the samples that come."""
-    net, dataset = model(), Remembers()
-    optimizer = torch.optim.Adam(net.parameters(), 0.02)
-    with Run(root, m=net, o=optimizer, checkpoint={"every_n_steps": 2}) as run:
-        run.restore()
-        for _ in run.epochs(3):
-            for x, y in run.batches(DataLoader(dataset, batch_size=4, shuffle=True)):
-                mark()
-                step_of(optimizer, loss_of(net, x.float(), y))
-                run.step()
-            dataset.level += 1
-            mark()
-    return weights(net)
-
-
-def dataset_that_is_told_the_epoch(root: Path, mark: Callable[[], None]) -> Any:
-    """What the loop sets before an epoch's batches stays, beside what the dataset keeps by itself."""
+def with_dataset(root: Path, mark: Callable[[], None], *, counts: bool) -> Any:
     net, dataset = model(), Remembers()
     optimizer = torch.optim.Adam(net.parameters(), 0.02)
     with Run(root, m=net, o=optimizer, checkpoint={"every_n_steps": 2}) as run:
         run.restore()
         for epoch in run.epochs(3):
-            dataset.level = epoch
+            if not counts:
+                dataset.level = epoch
             for x, y in run.batches(DataLoader(dataset, batch_size=4, shuffle=True)):
                 mark()
                 step_of(optimizer, loss_of(net, x.float(), y))
                 run.step()
+            dataset.level += counts
             mark()
     return weights(net)
+
+
+def dataset_that_remembers(root: Path, mark: Callable[[], None]) -> Any:
+    """What the samples, and the loop, change in the dataset counts for the samples that come."""
+    return with_dataset(root, mark, counts=True)
+
+
+def dataset_that_is_told_the_epoch(root: Path, mark: Callable[[], None]) -> Any:
+    """What the loop sets before an epoch's batches stays, beside what the dataset keeps by itself."""
+    return with_dataset(root, mark, counts=False)
 
 
 def generator_and_discriminator(root: Path, mark: Callable[[], None]) -> Any:

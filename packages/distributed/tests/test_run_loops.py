@@ -202,8 +202,8 @@ def no_number(root: Path) -> None:
         (beyond_their_epoch, "'b' are taken beyond the epoch in which they began"),
         (lambda root: given(root, map(list, loader(8))), "gave no batch in epoch 1\n.*\n.*an iterator, which gives"),
         (lambda root: given(root, None), "None is given as the loader 'train'"),
-        (half_an_epoch, r"Run.epochs\(\) was given 2.5, which is no whole number"),
-        (due_at_no_step, r"Run.due\(\) was given 0, which is no whole number from 1"),
+        (half_an_epoch, "2.5 is not an integer of at least 0"),
+        (due_at_no_step, "0 is not an integer of at least 1"),
         (no_number, "the metric 'who' is not one number"),
     ],
 )

@@ -265,9 +265,9 @@ class _TrainerRun(OpenRun):
         saved = self._saves.part(file, 0).get("samples", now)
         if saved != now:
             raise CheckpointError(
-                f"train_dataset had {saved} samples, now {now}",
+                f"train_dataset had {_number(saved)} samples, now {_number(now)}",
                 where=str(file),
-                why="the Trainer counts epochs in steps, and would continue at another place of other data",
+                why="the Trainer counts epochs in steps, and would continue at the wrong sample",
                 fix="resume with the same data; or begin a new run with these weights",
             )
 
@@ -519,6 +519,10 @@ def _name_best(file: Path, stage: str, final: str) -> None:
         if content.get("best_model_checkpoint") == stage:
             content["best_model_checkpoint"] = final
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _number(samples: int | None) -> str:
+    return "an unknown number of" if samples is None else str(samples)
 
 
 def _plain(value: Any) -> Any:

@@ -831,10 +831,9 @@ class Run(OpenRun):
 
 
 def _count(call: str, given: object, *, least: int = 0) -> int:
-    """What such a method was given, as the number that it has to be."""
+    """What a method was given, if it is such a number."""
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        what = f"Run.{call}() was given {given!r}, which is no whole number" + (f" from {least}" if least else "")
-        raise ConfigError(what, where=f"Run.{call}()")
+        raise ConfigError(f"{given!r} is not an integer of at least {least}", where=f"Run.{call}()")
     return given
 
 
